@@ -1,0 +1,1 @@
+"""tenuto_worker"""
