@@ -1,0 +1,76 @@
+"""The disk calls that durability rests on, in one place so that a test can fail or drop them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+if sys.platform == "darwin":
+    from fcntl import F_FULLFSYNC, fcntl
+
+FILE_MODE = 0o600
+FOLDER_MODE = 0o700
+
+
+class FileSystem:
+    """The real disk. Every method raises ``OSError`` and nothing else."""
+
+    def create(self, path: Path) -> int:
+        """Open a file for writing that must not exist yet, readable by its owner only."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        return os.open(path, flags, FILE_MODE)
+
+    def write(self, handle: int, data: bytes | memoryview) -> None:
+        """Write all of ``data``, one-dimensional bytes, however many calls that takes."""
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(handle, rest) :]
+
+    def sync(self, handle: int) -> None:
+        """Return once the file's bytes survive a loss of power."""
+        _sync(handle)
+
+    def close(self, handle: int) -> None:
+        os.close(handle)
+
+    def rename(self, source: Path, target: Path) -> None:
+        source.rename(target)
+
+    def unlink(self, path: Path) -> None:
+        path.unlink()
+
+    def listdir(self, folder: Path) -> list[str]:
+        return os.listdir(folder)  # noqa: PTH208 - names are wanted, not paths
+
+    def sync_folder(self, folder: Path) -> None:
+        """Return once the names in ``folder`` survive a loss of power."""
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _sync(handle)
+        finally:
+            os.close(handle)
+
+    def make_folder(self, folder: Path) -> None:
+        """Create ``folder`` and what is missing above it, private to its owner and durable."""
+        for missing in reversed([p for p in (folder, *folder.parents) if not p.exists()]):
+            missing.mkdir(mode=FOLDER_MODE, exist_ok=True)
+            self.sync_folder(missing.parent)
+        if folder.stat().st_mode & 0o777 != FOLDER_MODE:
+            folder.chmod(FOLDER_MODE)
+
+    def remove_folder(self, folder: Path) -> None:
+        """Remove an empty folder."""
+        folder.rmdir()
+
+
+def _sync(handle: int) -> None:
+    if sys.platform == "darwin":
+        # fsync on macOS leaves the bytes in the drive's own cache. Some file
+        # systems (network ones) do not know the stronger call.
+        try:
+            fcntl(handle, F_FULLFSYNC)
+        except OSError:
+            os.fsync(handle)
+    else:
+        os.fsync(handle)
