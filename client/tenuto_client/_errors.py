@@ -1,0 +1,123 @@
+"""The exceptions of the client.
+
+    TenutoError
+    ├── InvalidRequest            a parameter is unknown or out of range; nothing was written
+    │   └── UnknownModel          no worker has ever announced a model of this name
+    ├── IdempotencyConflict       the key was used before, with another body
+    ├── IllegalTransition         its state forbids it, such as resuming a completed job
+    ├── JobGone                   it never existed, was deleted, or its retention ended
+    ├── JobNotCompleted           the job ended otherwise; carries the result up to there
+    │   ├── JobFailed
+    │   └── JobCancelled
+    ├── ProtocolError             Redis holds what this version cannot read
+    ├── ServerUnavailable         no Redis answers
+    │   └── ServerStartFailed     the embedded server could not be started
+    └── DataDirError              the data dir cannot be made or written
+
+Every error has a `hint`, what to do about it, where there is one; `str()` shows it in brackets.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ._records import Result
+
+
+class TenutoError(Exception):
+    """Root of everything the client raises on purpose."""
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+
+class InvalidRequest(TenutoError):
+    """A parameter is unknown or out of range. Nothing was written."""
+
+    def __init__(self, field: str, problem: str, *, hint: str | None = None) -> None:
+        super().__init__(f"{field}: {problem}", hint=hint)
+        self.field = field
+
+
+class UnknownModel(InvalidRequest):
+    """No worker has ever announced a model of this name."""
+
+    def __init__(self, model: str, known: list[str]) -> None:
+        names = ", ".join(sorted(known)) or "none yet"
+        super().__init__(
+            "model",
+            f"no worker has ever announced {model!r}; known: {names}",
+            hint=f"start one: tenuto worker --model {model}=PATH_OR_REPO",
+        )
+        self.model = model
+        self.known = known
+
+
+class IdempotencyConflict(TenutoError):
+    """The idempotency key belongs to a job that was submitted with another body."""
+
+    def __init__(self, key: str, job_id: str) -> None:
+        super().__init__(
+            f"idempotency_key: {key!r} was used for job {job_id} with another body",
+            hint="use a new key for a new request",
+        )
+        self.key = key
+        self.job_id = job_id
+
+
+class IllegalTransition(TenutoError):
+    """The state of the job does not allow what was asked."""
+
+    def __init__(self, job_id: str, problem: str) -> None:
+        super().__init__(f"job {job_id}: {problem}")
+        self.job_id = job_id
+
+
+class JobGone(TenutoError):
+    """No such job: it never existed, was deleted, or its retention ended."""
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(f"no such job: {job_id}", hint="deleted, expired, or never submitted here")
+        self.job_id = job_id
+
+
+class JobNotCompleted(TenutoError):
+    """The job ended without completing. `result` holds what it produced until then."""
+
+    def __init__(self, message: str, result: Result, *, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.result = result
+
+
+class JobFailed(JobNotCompleted):
+    """The job ended `failed`; the message has the reason."""
+
+
+class JobCancelled(JobNotCompleted):
+    """The job was cancelled; `resume()` continues it exactly."""
+
+
+class ProtocolError(TenutoError):
+    """What stands in Redis was not written by a version that this one can read."""
+
+
+class ServerUnavailable(TenutoError):
+    """No Redis or Valkey server answers at the address."""
+
+
+class ServerStartFailed(ServerUnavailable):
+    """The embedded server could not be started."""
+
+
+class DataDirError(TenutoError):
+    """The data dir cannot be made, read or written."""
+
+    def __init__(self, path: object, problem: str, *, hint: str | None = None) -> None:
+        super().__init__(f"data dir {path}: {problem}", hint=hint)
+        self.path = path

@@ -1,0 +1,144 @@
+"""What the client hands out: tokens, events, job records, results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class JobState(StrEnum):
+    """Where a job stands. Every move is one script that Redis runs as a whole."""
+
+    QUEUED = "queued"
+    """Entered by submit, by resume, and when a running attempt is handed back or lost.
+    Left by a claim or a cancel."""
+    RUNNING = "running"
+    """Entered by a worker's claim.
+    Left when the job ends, or its attempt is handed back or lost."""
+    COMPLETED = "completed"
+    """Entered by the worker at the end (`stop` or `length`); never left."""
+    CANCELLED = "cancelled"
+    """Entered when a user's cancel is carried out; left by resume."""
+    FAILED = "failed"
+    """Entered on an error that retrying cannot mend, or after 3 attempts in a row without progress.
+    Left by resume."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job has ended, for now."""
+        return self in (JobState.COMPLETED, JobState.CANCELLED, JobState.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token.
+
+    Attributes:
+        token: its id in the model's vocabulary.
+        index: its place in the generation, from 1; also the cursor for `stream(after=...)`.
+        text: what it adds to the text; empty while a character or a stop string is incomplete.
+        logprob: natural log of its probability, after logits processors, before temperature
+            and filters.
+        top_logprobs: the most probable tokens with theirs, as many as were asked for.
+    """
+
+    token: int
+    index: int
+    text: str
+    logprob: float
+    top_logprobs: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StateEvent:
+    """The job changed its state after token `index`; so does an end that was resumed from."""
+
+    state: JobState
+    epoch: int
+    index: int
+    worker: str | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ProgressEvent:
+    """Work that yields no tokens: `phase` is `loading`, `restore`, `prefill` or `catch-up`."""
+
+    phase: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts of a job."""
+
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndEvent:
+    """The last line that a reader gets.
+
+    Attributes:
+        index: how many tokens there are.
+        text: text that was held back and belongs after the last token.
+        exactness: `exact`, or `recomputed` with `exactness_reason`.
+    """
+
+    index: int
+    state: JobState
+    epoch: int
+    finish_reason: str | None
+    text: str
+    usage: Usage
+    exactness: str
+    exactness_reason: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a job produced, up to its end."""
+
+    job_id: str
+    state: JobState
+    text: str
+    tokens: tuple[Token, ...]
+    finish_reason: str | None
+    usage: Usage
+    exactness: str
+    exactness_reason: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class JobRecord:
+    """A job as `status` and `list` show it. Times are Unix seconds."""
+
+    id: str
+    model: str
+    state: JobState
+    epoch: int
+    prompt_tokens: int | None
+    tokens: int
+    created_at: float
+    started_at: float | None
+    finished_at: float | None
+    finish_reason: str | None
+    exactness: str
+    error: str | None
+    priority: int
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    exactness_reason: str | None = None
+    tenant: str = "default"
+    worker: str | None = None
+    attempts: int = 0
+    cancelling: bool = False
+    max_tokens: int = 0
+    phase: str | None = None
+    phase_done: int | None = None
+    phase_total: int | None = None

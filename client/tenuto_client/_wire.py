@@ -1,0 +1,114 @@
+"""What stands in a job's stream, and how it is packed.
+
+An entry has one field. `t` holds tokens, under the id `<last index>-0`; `e` holds an event, under
+`<index>-<n>`, written by a script. Both are msgpack maps with a version `v`.
+
+    t: {v: 1, a: first index, i: [token ids], x: [texts], l: [logprobs], k: [[[id, logprob]...]...]}
+       `k` (the top logprobs) is absent when none were asked for. Floats are IEEE single precision,
+       which is what the engine computes in, so they come back with the same bits.
+    e: {v: 1, type: "state" | "end", state, epoch, at, ...}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import msgpack
+
+from ._errors import ProtocolError
+from ._records import EndEvent, JobState, StateEvent, Token, Usage
+
+VERSION: Final = 1
+TOKENS_FIELD: Final = b"t"
+EVENT_FIELD: Final = b"e"
+
+Entry = list[Token] | StateEvent | EndEvent
+
+
+def pack_tokens(tokens: Sequence[Token]) -> bytes:
+    """Pack tokens of consecutive indexes into the payload of one entry."""
+    body: dict[str, Any] = {
+        "v": VERSION,
+        "a": tokens[0].index,
+        "i": [t.token for t in tokens],
+        "x": [t.text for t in tokens],
+        "l": [t.logprob for t in tokens],
+    }
+    if any(t.top_logprobs for t in tokens):
+        body["k"] = [t.top_logprobs for t in tokens]
+    packed: bytes = msgpack.packb(body, use_single_float=True)
+    return packed
+
+
+def unpack_tokens(payload: bytes) -> list[Token]:
+    """The inverse of `pack_tokens`."""
+    body = _unpack(payload)
+    tops = body.get("k") or [()] * len(body["i"])
+    return [
+        Token(
+            token=token,
+            index=body["a"] + n,
+            text=text,
+            logprob=logprob,
+            top_logprobs=tuple((i, p) for i, p in top),
+        )
+        for n, (token, text, logprob, top) in enumerate(
+            zip(body["i"], body["x"], body["l"], tops, strict=True)
+        )
+    ]
+
+
+def unpack_entry(entry_id: str, fields: Mapping[bytes, bytes]) -> Entry:
+    """One stream entry as the tokens or the event that it holds.
+
+    Raises:
+        ProtocolError: the entry was written by a version that this one cannot read.
+    """
+    if (payload := fields.get(TOKENS_FIELD)) is not None:
+        return unpack_tokens(payload)
+    if (payload := fields.get(EVENT_FIELD)) is not None:
+        return _event(index_of(entry_id), _unpack(payload))
+    raise ProtocolError(f"stream entry {entry_id} has neither tokens nor an event")
+
+
+def index_of(entry_id: str) -> int:
+    """The token index in a stream id."""
+    return int(entry_id.partition("-")[0])
+
+
+def _event(index: int, body: Mapping[str, Any]) -> StateEvent | EndEvent:
+    if body["type"] != "end":
+        return StateEvent(
+            state=JobState(body["state"]),
+            epoch=body["epoch"],
+            index=index,
+            worker=body.get("worker"),
+            reason=body.get("reason"),
+        )
+    usage = body["usage"]
+    return EndEvent(
+        index=index,
+        state=JobState(body["state"]),
+        epoch=body["epoch"],
+        finish_reason=body.get("finish_reason"),
+        text=body["text"],
+        usage=Usage(usage["prompt_tokens"], usage["completion_tokens"]),
+        exactness=body["exactness"],
+        exactness_reason=body.get("exactness_reason"),
+        error=body.get("error"),
+    )
+
+
+def _unpack(payload: bytes) -> dict[str, Any]:
+    try:
+        body = msgpack.unpackb(payload)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"a stream entry is not msgpack: {error}") from error
+    if not isinstance(body, dict) or body.get("v") != VERSION:
+        version = body.get("v") if isinstance(body, dict) else None
+        raise ProtocolError(
+            f"a stream entry has version {version!r}, this client reads {VERSION}",
+            hint="upgrade tenuto-client",
+        )
+    return body

@@ -1,0 +1,132 @@
+"""Every Redis key name of Tenuto, for Python and for Lua.
+
+The names are stated once, in `_TEMPLATES`. `Keys` builds them for Python, and `Keys.lua()`
+generates the functions of the same names (`key_job(id)`, `key_queue(model)`, ...) that the scripts
+use. Scripts reach keys that depend on data (the lane of a job, the stream of the job just claimed),
+so they are not declared one by one; Redis Cluster is not supported.
+
+arq's own keys (`arq:job:<ticket>`) are the one exception to the prefix: arq fixes them.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import quote
+
+DEFAULT_NAMESPACE = "tenuto:"
+DEFAULT_TENANT = "default"
+
+_TEMPLATES: dict[str, tuple[str, ...]] = {
+    # name: literal and argument parts in turn, "literal", "arg", "literal", ...
+    "job": ("job:", "id"),
+    "stream": ("stream:", "id"),
+    "lease": ("lease:", "id"),
+    "queue": ("queue:", "model"),
+    "lane": ("queue:", "model", ":", "lane"),
+    "tickets": ("tickets:", "model"),
+    "jobs": ("jobs",),
+    "running": ("running",),
+    "expiry": ("expiry",),
+    "idem": ("idem:", "name"),
+    "models": ("models",),
+    "workers": ("workers",),
+    "sequence": ("sequence",),
+    "namespace": ("namespace",),
+    "wake": ("wake",),
+    "progress": ("progress:", "id"),
+}
+
+
+class Keys:
+    """The key names under one namespace, a prefix that ends with a colon."""
+
+    def __init__(self, namespace: str = DEFAULT_NAMESPACE) -> None:
+        self.namespace = namespace if namespace.endswith(":") else namespace + ":"
+
+    def _make(self, name: str, *args: str) -> str:
+        values = iter(args)
+        parts = _TEMPLATES[name]
+        return self.namespace + "".join(
+            part if i % 2 == 0 else next(values) for i, part in enumerate(parts)
+        )
+
+    def job(self, job_id: str) -> str:
+        """Hash: spec, state, epoch, tokens, timestamps, worker, finish_reason, exactness, error."""
+        return self._make("job", job_id)
+
+    def stream(self, job_id: str) -> str:
+        """Stream: tokens under `<index>-0`, events under `<index>-<n>`."""
+        return self._make("stream", job_id)
+
+    def lease(self, job_id: str) -> str:
+        """String with a time to live: holder, epoch and nonce of the running attempt."""
+        return self._make("lease", job_id)
+
+    def queue(self, model: str) -> str:
+        """Sorted set of lanes (`<priority>:<tenant>`), in the order in which they are served."""
+        return self._make("queue", model)
+
+    def lane(self, model: str, lane: str) -> str:
+        """Sorted set of the queued jobs of one priority and tenant, oldest first."""
+        return self._make("lane", model, lane)
+
+    def tickets(self, model: str) -> str:
+        """arq's sorted set: wake-ups for the workers of a model."""
+        return self._make("tickets", model)
+
+    def jobs(self) -> str:
+        """Sorted set of all jobs by creation time in milliseconds."""
+        return self._make("jobs")
+
+    def running(self) -> str:
+        """Sorted set of the running jobs by time of claim; what the reaper looks through."""
+        return self._make("running")
+
+    def expiry(self) -> str:
+        """Sorted set of ended jobs by the time at which they are removed."""
+        return self._make("expiry")
+
+    def idem(self, tenant: str, key: str) -> str:
+        """String: `<job id>|<hash of the body>` of an idempotency key of a tenant."""
+        quoted = quote(key, safe="")
+        return self._make("idem", quoted if tenant == DEFAULT_TENANT else f"{tenant}:{quoted}")
+
+    def models(self) -> str:
+        """Hash: what workers have announced about each model; outlives them."""
+        return self._make("models")
+
+    def workers(self) -> str:
+        """Hash: what each worker last said of itself, with the time it said so."""
+        return self._make("workers")
+
+    def sequence(self) -> str:
+        """Counter that orders jobs by age and tenants by turn."""
+        return self._make("sequence")
+
+    def namespace_id(self) -> str:
+        """String: random id of this data set, also written into every checkpoint."""
+        return self._make("namespace")
+
+    def wake(self) -> str:
+        """Pub/sub channel: `queued <model>` and `cancel <job>` nudges for workers."""
+        return self._make("wake")
+
+    def progress(self, job_id: str) -> str:
+        """Pub/sub channel: progress of one job."""
+        return self._make("progress", job_id)
+
+    @staticmethod
+    def ticket_payload(ticket: str) -> str:
+        """arq's key for the content of a ticket."""
+        return f"arq:job:{ticket}"
+
+    @staticmethod
+    def lua() -> str:
+        """Lua functions that build the same names under the prefix `P`."""
+        return "\n".join(_lua_function(name, parts) for name, parts in _TEMPLATES.items())
+
+
+def _lua_function(name: str, parts: tuple[str, ...]) -> str:
+    args = parts[1::2]
+    terms = [f"'{part}'" if i % 2 == 0 else part for i, part in enumerate(parts)]
+    body = " .. ".join(["P", *terms])
+    return f"local function key_{name}({', '.join(args)}) return {body} end"

@@ -1,0 +1,14 @@
+-- Ask for a stop. A: id. Idempotent. Returns 'gone' | 'over' | 'cancelled' (was queued) | 'flagged' (is running).
+local id = A[1]
+local state = get(id, 'state')
+if not state then return 'gone' end
+if is_over(state) then return 'over' end
+if state == 'queued' then
+  dequeue(id)
+  drop_ticket(id)
+  finish(id, 'cancelled', '', '', '')
+  return 'cancelled'
+end
+redis.call('HSET', key_job(id), 'cancel', 1)
+nudge('cancel', id)
+return 'flagged'

@@ -1,0 +1,47 @@
+-- Take the best queued job of a model: highest priority, then tenants in turn, then age.
+-- A: model, holder, nonce, fingerprint, reach, lease in ms, exact_wait in s
+-- A job that has begun is left for exact_wait to workers of its own fingerprint and checkpoint reach.
+-- Returns the fields of the job's hash, or an empty list.
+local model, holder, nonce, fingerprint, reach = A[1], A[2], A[3], A[4], A[5]
+local lease_ms, exact_wait = A[6], tonumber(A[7])
+local at = now()
+
+local function suits(id)
+  local mine, where, queued_at, tokens =
+    unpack(redis.call('HMGET', key_job(id), 'fingerprint', 'reach', 'queued_at', 'tokens'))
+  if not mine or at - tonumber(queued_at) >= exact_wait then return true end
+  return mine == fingerprint and (tokens == '0' or where == reach)
+end
+
+local function take(id, lane, priority)
+  dequeue(id)
+  if redis.call('ZSCORE', key_queue(model), lane) then
+    redis.call('ZADD', key_queue(model), lane_score(priority), lane)
+  end
+  local job = key_job(id)
+  local epoch = redis.call('HGET', job, 'epoch')
+  redis.call('HSET', job, 'state', 'running', 'worker', holder, 'nonce', nonce,
+    'claimed_at', stamp(), 'moved', 0)
+  redis.call('HSETNX', job, 'started_at', stamp())
+  redis.call('HINCRBY', job, 'attempts', 1)
+  redis.call('ZADD', key_running(), at, id)
+  redis.call('SET', key_lease(id), holder .. '|' .. epoch .. '|' .. nonce, 'PX', lease_ms)
+  drop_ticket(id)
+  emit(id, { type = 'state', state = 'running', epoch = tonumber(epoch), worker = holder })
+  return redis.call('HGETALL', job)
+end
+
+for _, lane in ipairs(redis.call('ZRANGE', key_queue(model), 0, -1)) do
+  local priority = string.match(lane, '^(-?%d+):')
+  for _, id in ipairs(redis.call('ZRANGE', key_lane(model, lane), 0, 63)) do
+    local deadline = get(id, 'deadline')
+    if deadline and tonumber(deadline) <= at then
+      dequeue(id)
+      drop_ticket(id)
+      finish(id, 'failed', '', '', 'deadline: it passed while the job was queued')
+    elseif suits(id) then
+      return take(id, lane, priority)
+    end
+  end
+end
+return {}

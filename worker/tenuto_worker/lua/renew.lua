@@ -1,0 +1,16 @@
+-- Keep the lease (or make it anew: an owner that was not reaped is still the owner) and tell the progress.
+-- A: id, epoch, nonce, holder, lease in ms, phase, done, total
+-- Returns {'ok' | 'fenced', 1 when a cancel is wanted, 1 when the deadline has passed}.
+local id, epoch, nonce, holder, lease_ms, phase, done, total = unpack(A)
+if not owned(id, epoch, nonce) then return { 'fenced', 0, 0 } end
+local job = key_job(id)
+redis.call('SET', key_lease(id), holder .. '|' .. epoch .. '|' .. nonce, 'PX', lease_ms)
+local before = redis.call('HMGET', job, 'phase', 'phase_done')
+if phase == 'prefill' and before[1] == phase and tonumber(done) > tonumber(before[2]) then progressed(id) end
+if before[1] ~= phase or before[2] ~= done then
+  redis.call('HSET', job, 'phase', phase, 'phase_done', done, 'phase_total', total)
+  redis.call('PUBLISH', key_progress(id), phase .. ' ' .. done .. ' ' .. total)
+end
+local deadline = get(id, 'deadline')
+local late = (deadline and tonumber(deadline) <= now()) and 1 or 0
+return { 'ok', cancel_wanted(id), late }
