@@ -111,13 +111,15 @@ def _check(checkpoint: Checkpoint) -> None:
 def _caches(
     described: Sequence[Mapping[str, Any]], arrays: Sequence[HostArray]
 ) -> list[CacheState]:
-    rest = iter(arrays)
     states = []
+    start = 0
     for layer, entry in enumerate(described):
-        own = tuple(_own(layer, next(rest)) for _ in range(entry["arrays"]))
+        end = start + int(entry["arrays"])
+        own = tuple(_own(layer, array) for array in arrays[start:end])
         states.append(CacheState(entry["kind"], entry["meta"], own))
-    if next(rest, None) is not None:
-        raise ValueError("there are arrays that no cache owns")
+        start = end
+    if start != len(arrays):
+        raise ValueError(f"the caches own {start} arrays, the file has {len(arrays)}")
     return states
 
 

@@ -73,6 +73,9 @@ def write_file(
     """Hand the bytes of a checkpoint file to ``write``, from first to last.
 
     ``header`` is a msgpack map without the key ``BLOBS``, which this adds.
+
+    Raises:
+        TypeError, ValueError, OverflowError: msgpack cannot hold the header.
     """
     blobs = _lay_out(arrays)
     packed = _pack({**header, BLOBS: [_blob_to_list(blob) for blob in blobs]})
@@ -112,6 +115,8 @@ def _blob_to_list(blob: Blob) -> list[object]:
 
 def _pack(header: Header) -> bytes:
     packed: bytes = msgpack.packb(header, use_bin_type=True)
+    if len(packed) > MAX_HEADER_BYTES:
+        raise ValueError(f"the header has {len(packed)} bytes, more than {MAX_HEADER_BYTES}")
     return packed
 
 
