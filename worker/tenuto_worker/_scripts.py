@@ -112,10 +112,22 @@ class JobScripts:
         reach: str,
         lease_ms: int,
         exact_wait_s: float,
+        again: bool = False,
     ) -> Claim | None:
-        """Take the best queued job of a model, or None when there is none for this worker."""
+        """Take the best queued job of a model, or None when there is none for this worker.
+
+        `again` says that a call with this nonce was made before and its answer lost.
+        """
         reply = self._call(
-            "claim", model, holder, nonce, fingerprint, reach, lease_ms, exact_wait_s
+            "claim",
+            model,
+            holder,
+            nonce,
+            fingerprint,
+            reach,
+            lease_ms,
+            exact_wait_s,
+            int(again),
         )
         return _claim(dict(zip(reply[::2], reply[1::2], strict=True))) if reply else None
 

@@ -1,5 +1,5 @@
 -- Take the best queued job of a model: highest priority, then tenants in turn, then age.
--- A: model, holder, nonce, fingerprint, reach, lease in ms, exact_wait in s
+-- A: model, holder, nonce, fingerprint, reach, lease in ms, exact_wait in s, 1 when this nonce was tried before
 -- A job that has begun is left for exact_wait to workers of its own fingerprint and checkpoint reach.
 -- Returns the fields of the job's hash, or an empty list.
 local model, holder, nonce, fingerprint, reach = A[1], A[2], A[3], A[4], A[5]
@@ -29,6 +29,12 @@ local function take(id, lane, priority)
   drop_ticket(id)
   emit(id, { type = 'state', state = 'running', epoch = tonumber(epoch), worker = holder })
   return redis.call('HGETALL', job)
+end
+
+if A[8] == '1' then -- the answer to an earlier call may have been lost on its way
+  for _, id in ipairs(redis.call('ZRANGE', key_running(), 0, -1)) do
+    if get(id, 'nonce') == nonce then return redis.call('HGETALL', key_job(id)) end
+  end
 end
 
 for _, lane in ipairs(redis.call('ZRANGE', key_queue(model), 0, -1)) do
