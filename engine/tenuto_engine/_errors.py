@@ -7,6 +7,7 @@
     ├── PromptError                the prompt cannot be used
     │   └── PromptTooLong          it does not fit into the context
     ├── NoFreeSlot                 every row of the engine is taken
+    ├── GenerationFailed           a row raised while it ran; its cause is ``__cause__``
     ├── CheckpointError            anything wrong with a checkpoint
     │   ├── CheckpointCorrupt      a file that is damaged or foreign; an older one may be good
     │   └── CheckpointWriteError   a checkpoint did not become durable; the run goes on
@@ -35,7 +36,10 @@ class EngineError(Exception):
 
 
 class ModelLoadError(EngineError):
-    """The model folder is missing, incomplete or of a kind that cannot be run."""
+    """The model folder is missing, incomplete or of a kind that cannot be run.
+
+    The message names the folder or hub name that was asked for.
+    """
 
 
 class UnsupportedCache(ModelLoadError):
@@ -64,6 +68,10 @@ class PromptTooLong(PromptError):
 
 class NoFreeSlot(EngineError):
     """Every row of the engine is taken."""
+
+
+class GenerationFailed(EngineError):
+    """A generation ended with an exception of its own; other rows went on."""
 
 
 class CheckpointError(EngineError):

@@ -1,0 +1,93 @@
+"""From logits to logprobs: bias, penalties, log-softmax, the likeliest tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
+
+import mlx.core as mx
+from mlx_lm.sample_utils import make_logits_processors
+
+from tenuto_engine._options import GenerationOptions
+
+Processor = Callable[[mx.array, mx.array], mx.array]
+
+
+class LogitsProcessors:
+    """Bias and penalties of one generation, as mlx-lm applies them.
+
+    They see the last tokens, prompt included, as a device array, so that a token which the
+    host has not read yet can already be in it.
+    """
+
+    def __init__(self, options: GenerationOptions, tokens: Sequence[int]) -> None:
+        self._processors = _processors(options)
+        self._reach = _reach(options)
+        recent = list(tokens[-self._reach :]) if self._reach else []
+        self._recent = mx.array(recent, dtype=mx.uint32)
+
+    def see(self, token: mx.array) -> None:
+        """Note `token`, uint32 `[1]`, as the newest of the sequence."""
+        if self._reach:
+            self._recent = mx.concatenate([self._recent, token])[-self._reach :]
+
+    def __call__(self, logits: mx.array) -> mx.array:
+        """Apply all to `[1, V]` logits."""
+        for processor in self._processors:
+            logits = processor(self._recent, logits)
+        return logits
+
+
+def _processors(options: GenerationOptions) -> list[Processor]:
+    repetition = options.repetition_penalty
+    made: list[Processor] = make_logits_processors(
+        logit_bias=dict(options.logit_bias) or None,
+        repetition_penalty=None if repetition == 1 else repetition,
+        repetition_context_size=options.repetition_context_size,
+        presence_penalty=options.presence_penalty or None,
+        presence_context_size=options.presence_context_size,
+        frequency_penalty=options.frequency_penalty or None,
+        frequency_context_size=options.frequency_context_size,
+    )
+    return made
+
+
+def _reach(options: GenerationOptions) -> int:
+    """How many last tokens a penalty looks at."""
+    sizes = (
+        (options.repetition_context_size, options.repetition_penalty != 1),
+        (options.presence_context_size, options.presence_penalty != 0),
+        (options.frequency_context_size, options.frequency_penalty != 0),
+    )
+    return max((size for size, on in sizes if on), default=0)
+
+
+def log_softmax(logits: mx.array) -> mx.array:
+    """Logprobs `[1, V]` in the logits' own dtype, with mlx-lm's arithmetic."""
+    return logits - mx.logsumexp(logits, keepdims=True)
+
+
+class Likeliest(NamedTuple):
+    """The likeliest tokens of a step, unordered: ids and logprobs, each `[k]`."""
+
+    ids: mx.array
+    logprobs: mx.array
+
+
+def likeliest(logprobs: mx.array, count: int) -> Likeliest | None:
+    """The `count` likeliest tokens of `[1, V]` logprobs; None for none."""
+    count = min(count, logprobs.shape[-1])
+    if count == 0:
+        return None
+    flat = logprobs[0]
+    ids = mx.argpartition(-flat, kth=count - 1)[:count] if count < flat.size else mx.arange(count)
+    return Likeliest(ids, flat[ids])
+
+
+def in_order(found: Likeliest | None) -> tuple[tuple[int, float], ...]:
+    """Read the likeliest tokens, likeliest first; among equals the lower id first."""
+    if found is None:
+        return ()
+    ids = cast(list[int], found.ids.tolist())
+    logprobs = cast(list[float], found.logprobs.tolist())
+    return tuple(sorted(zip(ids, logprobs, strict=True), key=lambda pair: (-pair[1], pair[0])))

@@ -1,0 +1,224 @@
+"""``Sequence``: the host's side of one generation. No MLX in here.
+
+It knows the tokens, their text, what ends it and what was handed out. What is on the
+device (caches, the pending token) belongs to the row that runs it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal, NamedTuple
+
+from tenuto_engine._errors import ResumeMismatch
+from tenuto_engine._options import GenerationOptions
+from tenuto_engine._text import TextStream
+from tenuto_engine._token import Token
+
+FinishReason = Literal["stop", "length"]
+
+
+class SequenceState(Enum):
+    """Where a generation stands. Only the engine that runs it moves it on."""
+
+    WAITING = "waiting"
+    """Entered by ``Engine.add``; left for PREFILL, CATCH_UP or DECODE at its first step."""
+    PREFILL = "prefill"
+    """Its prompt is being read; left for CATCH_UP or DECODE after the last prompt token."""
+    CATCH_UP = "catch_up"
+    """Tokens that a reader has are fed again; left for DECODE after the last of them."""
+    DECODE = "decode"
+    """It gives tokens; left for FINISHED."""
+    FINISHED = "finished"
+    """Entered at a stop or at the length limit. An end."""
+    FAILED = "failed"
+    """Entered from any state when its row raises; ``error`` says why. An end."""
+    CLOSED = "closed"
+    """Entered by ``Engine.close`` before any other end. An end."""
+
+    @property
+    def is_end(self) -> bool:
+        return self in _ENDS
+
+
+_ENDS = frozenset({SequenceState.FINISHED, SequenceState.FAILED, SequenceState.CLOSED})
+
+
+@dataclass(slots=True)
+class GenerationStats:
+    """What a generation did; live while it runs. Seconds are wall-clock.
+
+    Attributes:
+        prompt_tokens: tokens of the original prompt.
+        cached_tokens: those that a warm cache spared.
+        generated_tokens: tokens of the whole generation so far, resumed ones included.
+        finish_reason: ``stop``, ``length``, or None while or if it did not finish.
+        prefill_seconds: from the first chunk to the first token known.
+        decode_seconds: from then on.
+        cache_tokens: at the end, the exact tokens whose KV was in the cache.
+        divergences: published tokens that differ, by id or logprob, from the computed ones.
+        first_divergence: index of the first of those, or None.
+        checkpoints: checkpoints handed to the callback.
+        checkpoint_errors: those on which the callback raised.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    cache_tokens: tuple[int, ...] = ()
+    divergences: int = 0
+    first_divergence: int | None = None
+    checkpoints: int = 0
+    checkpoint_errors: int = 0
+    prefilled_tokens: int = 0
+    decoded_tokens: int = 0
+
+    @property
+    def prefill_tps(self) -> float:
+        """Prompt tokens a second that this run read."""
+        return self.prefilled_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def decode_tps(self) -> float:
+        """Tokens a second that this run decoded, caught-up ones included."""
+        return self.decoded_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+
+class Drawn(NamedTuple):
+    """A sampled token as the host reads it: id, logprob, likeliest ids with logprobs."""
+
+    token: int
+    logprob: float
+    top_logprobs: tuple[tuple[int, float], ...]
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One generation, as its caller sees it. Made by ``Engine.add``.
+
+    Attributes:
+        prompt: ids of the original prompt.
+        options: what was asked for.
+        seed: what its draws derive from; drawn here if the options gave none.
+        state: where it stands.
+        tokens: the tokens whose text is settled, handed out or not.
+        emitted: how many of them a reader has.
+        prefill_done, prefill_total: prompt tokens read, and to read.
+        catch_up_done, catch_up_total: published tokens fed again, and to feed.
+        finish_reason: ``stop``, ``length`` or None.
+        end_text: the text held back until a natural end.
+        error: why it failed, or None.
+        stats: what it did.
+    """
+
+    prompt: tuple[int, ...]
+    options: GenerationOptions
+    end_tokens: frozenset[int]
+    decode: Callable[[list[int]], str]
+    state: SequenceState = SequenceState.WAITING
+    tokens: list[Token] = field(default_factory=list)
+    emitted: int = 0
+    prefill_done: int = 0
+    catch_up_done: int = 0
+    finish_reason: FinishReason | None = None
+    end_text: str = ""
+    error: BaseException | None = None
+
+    def __post_init__(self) -> None:
+        self.seed = secrets.randbits(64) if self.options.seed is None else self.options.seed
+        self.stats = GenerationStats(prompt_tokens=len(self.prompt))
+        self._text = TextStream(self.decode, self.options.stop)
+        self._began: float | None = None
+        self._first_token: float | None = None
+
+    @property
+    def prefill_total(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def catch_up_total(self) -> int:
+        return len(self.options.published_tokens)
+
+    @property
+    def next_published(self) -> Token | None:
+        """The published token that is to be fed next, or None."""
+        if self.catch_up_done == self.catch_up_total:
+            return None
+        return self.options.published_tokens[self.catch_up_done]
+
+    def replay(self, ids: tuple[int, ...]) -> None:
+        """Rebuild text state from the generated tokens of a checkpoint, which a reader has."""
+        records = self.options.initial_tokens
+        for index, token in enumerate(ids, 1):
+            settled = self._settle(Drawn(token, float("nan"), ()), index)
+            self.tokens.append(records[index - 1] if records else settled)
+            if self.finish_reason:
+                raise ResumeMismatch(f"the generation had ended at token {index}")
+        published = self.options.initial_published_tokens
+        self.emitted = len(ids) if published is None else published
+
+    def take(self, drawn: Drawn) -> Token:
+        """Settle the next token and note what it ends; it is not handed out yet."""
+        token = self._settle(drawn, len(self.tokens) + 1)
+        self._append(token)
+        return token
+
+    def take_published(self, published: Token, drawn: Drawn) -> None:
+        """Settle a token that a reader has, and compare it with the one `drawn` here."""
+        if (drawn.token, drawn.logprob) != (published.token, published.logprob):
+            self.stats.divergences += 1
+            self.stats.first_divergence = self.stats.first_divergence or published.index
+        self._settle(Drawn(published.token, published.logprob, ()), published.index)
+        self._append(published)
+        self.catch_up_done += 1
+        self.emitted = len(self.tokens)
+        if self.finish_reason and self.next_published:
+            raise ResumeMismatch(f"published tokens go on after the end at {published.index}")
+
+    def hand_out(self) -> list[Token]:
+        """Return the settled tokens that no reader has, and count them as handed out."""
+        fresh = self.tokens[self.emitted :]
+        self.emitted = len(self.tokens)
+        return fresh
+
+    def start_clock(self) -> None:
+        self._began = self._began or time.perf_counter()
+
+    def stop_clock(self) -> None:
+        """Set the times of the stats; called at an end, and harmless when called again."""
+        now = time.perf_counter()
+        began, first = self._began, self._first_token
+        if began is not None:
+            self.stats.prefill_seconds = (first or now) - began
+        if first is not None:
+            self.stats.decode_seconds = now - first
+
+    def _append(self, token: Token) -> None:
+        if self._first_token is None:
+            self._first_token = time.perf_counter()
+        else:
+            self.stats.decoded_tokens += 1
+        self.tokens.append(token)
+        self.stats.generated_tokens = len(self.tokens)
+
+    def _settle(self, drawn: Drawn, index: int) -> Token:
+        text = ""
+        if drawn.token in self.end_tokens:
+            self._finish("stop", flush=True)
+        else:
+            text, stopped = self._text.push(drawn.token)
+            if stopped:
+                self._finish("stop", flush=False)
+            elif index == self.options.max_tokens:
+                self._finish("length", flush=True)
+        return Token(drawn.token, index, text, drawn.logprob, drawn.top_logprobs)
+
+    def _finish(self, reason: FinishReason, *, flush: bool) -> None:
+        self.finish_reason = self.stats.finish_reason = reason
+        self.end_text = self._text.flush() if flush else ""
