@@ -1,0 +1,99 @@
+"""What workers announce: the models they serve, and themselves.
+
+Both are msgpack maps with a version `v`, in the hashes `models` (by name; outlives the workers) and
+`workers` (by worker). Fields that a reader does not know are left alone: they only inform.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Final, TypeVar
+
+import msgpack
+
+from ._errors import ProtocolError
+
+VERSION: Final = 1
+ALIVE_S: Final = 15.0
+"""A worker that has said nothing for this long is not alive."""
+
+_T = TypeVar("_T", "ModelInfo", "WorkerInfo")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A model as a worker announced it.
+
+    Attributes:
+        context_length: tokens of prompt and generation together; None is not known.
+        fingerprint: identifies the bytes of model, adapter and tokenizer.
+        features: whatever else a client may want to know, such as `chat_template`.
+        announced_at: Redis's time, Unix seconds.
+    """
+
+    name: str
+    context_length: int | None
+    vocab_size: int | None
+    fingerprint: str
+    announced_at: float
+    features: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """A worker as it last spoke of itself.
+
+    Attributes:
+        models: names of the models that it serves.
+        slots: how many jobs it can run at once; `running` is how many it does.
+        seen_at: Redis's time when it said so, Unix seconds; so is `started_at`.
+        device: what it computes on, such as `cpu` or the name of a GPU.
+        data_dir: the id of the folder that holds its checkpoints.
+    """
+
+    name: str
+    models: tuple[str, ...]
+    slots: int
+    running: int
+    started_at: float
+    seen_at: float
+    host: str = ""
+    pid: int = 0
+    device: str = ""
+    data_dir: str = ""
+    version: str = ""
+
+
+def pack_announcement(info: ModelInfo | WorkerInfo) -> bytes:
+    """The value under which `info.name` is the field."""
+    body = {each.name: getattr(info, each.name) for each in fields(info) if each.name != "name"}
+    packed: bytes = msgpack.packb({"v": VERSION, **body})
+    return packed
+
+
+def unpack_model(name: str, packed: bytes) -> ModelInfo:
+    """A field of the hash `models`."""
+    return _unpack(ModelInfo, name, packed)
+
+
+def unpack_worker(name: str, packed: bytes) -> WorkerInfo:
+    """A field of the hash `workers`."""
+    return _unpack(WorkerInfo, name, packed)
+
+
+def _unpack(kind: type[_T], name: str, packed: bytes) -> _T:
+    try:
+        body = msgpack.unpackb(packed, use_list=False)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise ProtocolError(f"what was announced of {name} is not msgpack: {error}") from error
+    if not isinstance(body, dict) or body.get("v") != VERSION:
+        raise ProtocolError(
+            f"what was announced of {name} has another version than {VERSION}",
+            hint="upgrade tenuto-client",
+        )
+    known = {each.name for each in fields(kind)} - {"name"}
+    try:
+        return kind(name=name, **{key: value for key, value in body.items() if key in known})
+    except TypeError as error:
+        raise ProtocolError(f"what was announced of {name} is incomplete: {error}") from error

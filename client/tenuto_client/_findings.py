@@ -1,0 +1,32 @@
+"""What `tenuto doctor` finds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Level(StrEnum):
+    """How bad a finding is."""
+
+    OK = "ok"
+    WARNING = "warning"
+    """It works, but a guarantee is weaker than it could be."""
+    PROBLEM = "problem"
+    """It does not work, or work may be lost; `tenuto doctor` exits 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at.
+
+    Attributes:
+        subject: what was looked at, such as `redis`.
+        says: what is the case.
+        fix: the line to type, or what else mends it.
+    """
+
+    level: Level
+    subject: str
+    says: str
+    fix: str | None = None
