@@ -1,1 +1,87 @@
-"""tenuto_engine"""
+"""tenuto_engine: an MLX decode engine whose generations resume bit for bit.
+
+    engine = Engine.load(path)
+    generation = engine.generate(engine.encode_prompt("Hello"), GenerationOptions(seed=7))
+    for token in generation:
+        print(token.text, end="")
+    print(generation.end_text)
+
+Names are imported at their first use, so that what only describes tokens or options does not
+start a device.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
+
+# cuDNN picks its attention kernel by where K and V happen to lie in memory, so the same run
+# gives other bits after a resume. MLX reads this when it is first imported.
+os.environ.setdefault("MLX_CUDA_USE_CUDNN_SDPA", "0")
+
+if TYPE_CHECKING:
+    from tenuto_engine._caches import CacheState as CacheState
+    from tenuto_engine._checkpoint import Checkpoint as Checkpoint
+    from tenuto_engine._engine import Engine as Engine
+    from tenuto_engine._errors import CheckpointCorrupt as CheckpointCorrupt
+    from tenuto_engine._errors import CheckpointError as CheckpointError
+    from tenuto_engine._errors import CheckpointWriteError as CheckpointWriteError
+    from tenuto_engine._errors import EngineError as EngineError
+    from tenuto_engine._errors import GenerationFailed as GenerationFailed
+    from tenuto_engine._errors import InvalidOption as InvalidOption
+    from tenuto_engine._errors import ModelLoadError as ModelLoadError
+    from tenuto_engine._errors import NoFreeSlot as NoFreeSlot
+    from tenuto_engine._errors import PromptError as PromptError
+    from tenuto_engine._errors import PromptTooLong as PromptTooLong
+    from tenuto_engine._errors import ResumeMismatch as ResumeMismatch
+    from tenuto_engine._errors import UnsupportedCache as UnsupportedCache
+    from tenuto_engine._generation import Generation as Generation
+    from tenuto_engine._options import GenerationOptions as GenerationOptions
+    from tenuto_engine._options import PendingLogprobs as PendingLogprobs
+    from tenuto_engine._resume import resume_options as resume_options
+    from tenuto_engine._sequence import GenerationStats as GenerationStats
+    from tenuto_engine._sequence import Sequence as Sequence
+    from tenuto_engine._sequence import SequenceState as SequenceState
+    from tenuto_engine._sequence import TokenEvent as TokenEvent
+    from tenuto_engine._token import Token as Token
+
+_HOMES = {
+    "_caches": ["CacheState"],
+    "_checkpoint": ["Checkpoint"],
+    "_engine": ["Engine"],
+    "_errors": [
+        "CheckpointCorrupt",
+        "CheckpointError",
+        "CheckpointWriteError",
+        "EngineError",
+        "GenerationFailed",
+        "InvalidOption",
+        "ModelLoadError",
+        "NoFreeSlot",
+        "PromptError",
+        "PromptTooLong",
+        "ResumeMismatch",
+        "UnsupportedCache",
+    ],
+    "_generation": ["Generation"],
+    "_options": ["GenerationOptions", "PendingLogprobs"],
+    "_resume": ["resume_options"],
+    "_sequence": ["GenerationStats", "Sequence", "SequenceState", "TokenEvent"],
+    "_token": ["Token"],
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

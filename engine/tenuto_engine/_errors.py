@@ -1,17 +1,17 @@
 """The exceptions of the engine.
 
-    EngineError
-    ├── ModelLoadError             the model folder cannot be loaded
-    │   └── UnsupportedCache       a cache class that cannot be saved exactly
-    ├── InvalidOption              an option of a generation is unknown or out of range
-    ├── PromptError                the prompt cannot be used
-    │   └── PromptTooLong          it does not fit into the context
-    ├── NoFreeSlot                 every row of the engine is taken
-    ├── GenerationFailed           a row raised while it ran; its cause is ``__cause__``
-    ├── CheckpointError            anything wrong with a checkpoint
-    │   ├── CheckpointCorrupt      a file that is damaged or foreign; an older one may be good
-    │   └── CheckpointWriteError   a checkpoint did not become durable; the run goes on
-    └── ResumeMismatch             a state that does not belong to this model or run
+EngineError
+├── ModelLoadError             the model folder cannot be loaded
+│   └── UnsupportedCache       a cache class that cannot be saved exactly
+├── InvalidOption              an option of a generation is unknown or out of range
+├── PromptError                the prompt cannot be used
+│   └── PromptTooLong          it does not fit into the context
+├── NoFreeSlot                 every row of the engine is taken
+├── GenerationFailed           a row raised while it ran; its cause is ``__cause__``
+├── CheckpointError            anything wrong with a checkpoint
+│   ├── CheckpointCorrupt      a file that is damaged or foreign; an older one may be good
+│   └── CheckpointWriteError   a checkpoint did not become durable; the run goes on
+└── ResumeMismatch             a state that does not belong to this model or run
 """
 
 from __future__ import annotations

@@ -187,8 +187,10 @@ class Sequence:
         self.emitted = len(self.tokens)
         return fresh
 
-    def start_clock(self) -> None:
-        self._began = self._began or time.perf_counter()
+    def start_clock(self, *, prefills: bool) -> None:
+        self._began = time.perf_counter()
+        if not prefills:
+            self._first_token = self._began
 
     def stop_clock(self) -> None:
         """Set the times of the stats; called at an end, and harmless when called again."""
@@ -222,3 +224,10 @@ class Sequence:
     def _finish(self, reason: FinishReason, *, flush: bool) -> None:
         self.finish_reason = self.stats.finish_reason = reason
         self.end_text = self._text.flush() if flush else ""
+
+
+class TokenEvent(NamedTuple):
+    """A token that a step handed out, and whose it is."""
+
+    sequence: Sequence
+    token: Token

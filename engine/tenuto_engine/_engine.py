@@ -1,0 +1,278 @@
+"""``Engine``: a model and its slots. One thread, the decode thread, makes every call into it."""
+
+from __future__ import annotations
+
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from collections.abc import Sequence as Ids
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from tenuto_engine import _model, _prompt
+from tenuto_engine._admission import admit
+from tenuto_engine._checkpoint import Checkpoint
+from tenuto_engine._decode import catch_up_step, pipelined_step, synchronous_step
+from tenuto_engine._errors import InvalidOption
+from tenuto_engine._generation import Generation
+from tenuto_engine._model import LoadedModel
+from tenuto_engine._options import GenerationOptions
+from tenuto_engine._prefill import PrefillTurn, prefill_step
+from tenuto_engine._sequence import Sequence, SequenceState, TokenEvent
+from tenuto_engine._slots import Row, Slots
+
+if TYPE_CHECKING:
+    from tenuto_engine._geometry import Geometry
+
+CHUNK_GPU: Final = 512
+CHUNK_CPU: Final = 32
+
+# This version forwards each row alone.
+DECODE_WIDTH: Final = 1
+
+
+class Engine:
+    """Runs up to ``slots`` generations of one model, a step at a time.
+
+    A row's tokens depend on nothing but its own prompt and options. Made by ``load``.
+    """
+
+    def __init__(
+        self, loaded: LoadedModel, *, slots: int, chunk_size: int, pipelined: bool
+    ) -> None:
+        self._loaded = loaded
+        self._slots = Slots(slots)
+        self._chunk = chunk_size
+        self._decode_step = pipelined_step if pipelined else synchronous_step
+        self._turn = PrefillTurn()
+        self._backlog: list[TokenEvent] = []
+        self._generations: weakref.WeakKeyDictionary[Sequence, weakref.ref[Generation]]
+        self._generations = weakref.WeakKeyDictionary()
+        self._geometry: Geometry | None = None
+
+    @classmethod
+    def load(
+        cls,
+        path_or_repo: str | Path,
+        *,
+        slots: int = 1,
+        chunk_size: int | None = None,
+        pipelined: bool | None = None,
+    ) -> Engine:
+        """Load a model folder, or a Hugging Face repository by name.
+
+        Args:
+            path_or_repo: the folder, or ``owner/name``.
+            slots: how many generations may run at once.
+            chunk_size: tokens of a prefill chunk; None is 512 on a GPU, 32 on a CPU. Part of
+                the geometry: another size gives other bits.
+            pipelined: dispatch step n+1 before token n is read; None is on a GPU only. It
+                changes the speed, never a bit.
+
+        Raises:
+            ModelLoadError: nothing usable is there. UnsupportedCache is one of those.
+            InvalidOption: ``slots`` or ``chunk_size`` is below 1.
+        """
+        on_gpu = mx.default_device().type == mx.DeviceType.gpu
+        chunk = (CHUNK_GPU if on_gpu else CHUNK_CPU) if chunk_size is None else chunk_size
+        for name, value in (("slots", slots), ("chunk_size", chunk)):
+            if value < 1:
+                raise InvalidOption(name, f"must be at least 1, is {value}")
+        loaded = _model.load(path_or_repo)
+        return cls(
+            loaded,
+            slots=slots,
+            chunk_size=chunk,
+            pipelined=on_gpu if pipelined is None else pipelined,
+        )
+
+    @property
+    def tokenizer(self) -> TokenizerWrapper:
+        """mlx-lm's tokenizer of the model."""
+        return self._loaded.tokenizer
+
+    @property
+    def context_length(self) -> int | None:
+        """Most tokens of prompt and answer together; None if the model does not say."""
+        return self._loaded.context_length
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """The ids with which the model ends."""
+        return self._loaded.eos_token_ids
+
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._loaded.vocab_size
+
+    @property
+    def slots(self) -> int:
+        """How many generations may run at once."""
+        return self._slots.count
+
+    @property
+    def free_slots(self) -> int:
+        """How many more may be added now."""
+        self._close_abandoned()
+        return self._slots.free
+
+    @property
+    def geometry(self) -> Geometry:
+        """All that decides the bits of a logit here; computed at the first use."""
+        from tenuto_engine._geometry import geometry_of
+
+        if self._geometry is None:
+            self._geometry = geometry_of(self._loaded, width=DECODE_WIDTH, chunk=self._chunk)
+        return self._geometry
+
+    def encode_prompt(self, prompt: _prompt.Prompt, raw: bool = False) -> list[int]:
+        """Token ids of a text, of chat messages or of ids.
+
+        A text becomes one user message of the chat template, unless `raw` or there is none.
+
+        Raises:
+            PromptError: it is empty or malformed.
+        """
+        return _prompt.encode(self._loaded, prompt, raw=raw)
+
+    def add(self, prompt_tokens: Ids[int], options: GenerationOptions | None = None) -> Sequence:
+        """Give a generation a slot. It runs with the next ``step``.
+
+        Args:
+            prompt_tokens: the prompt; for a resumed run, with the generated tokens whose KV
+                is in the cache after it.
+            options: what is asked for.
+
+        Raises:
+            NoFreeSlot: all slots are taken.
+            PromptError: no tokens, or ids that the model does not have.
+            PromptTooLong: prompt and ``max_tokens`` are over the context length.
+            InvalidOption: an option does not fit the model or the prompt.
+            ResumeMismatch: the cache does not fit the model or the prompt.
+        """
+        self._close_abandoned()
+        self._slots.require_free()
+        row = admit(self._loaded, prompt_tokens, options or GenerationOptions(), self._chunk)
+        self._slots.seat(row)
+        return row.sequence
+
+    def generate(
+        self, prompt_tokens: Ids[int], options: GenerationOptions | None = None
+    ) -> Generation:
+        """Run a generation as an iterator of its tokens. Raises as ``add`` does."""
+        sequence = self.add(prompt_tokens, options)
+        generation = Generation(sequence, pump=self._pump, close=self.close)
+        self._generations[sequence] = weakref.ref(generation)
+        return generation
+
+    def step(self) -> list[TokenEvent]:
+        """Move every row on by one step and return the tokens handed out, oldest first.
+
+        At most one row reads a chunk of its prompt. A row that raises is FAILED, with the
+        exception as its ``error``; the others go on. The tokens of a ``Generation`` go to
+        it instead.
+        """
+        self._pump()
+        events, self._backlog = self._backlog, []
+        return events
+
+    def checkpoint(self, sequence: Sequence) -> Checkpoint | None:
+        """All that `sequence` needs to go on elsewhere, between any two steps.
+
+        None if nothing is computed yet, or if it has ended.
+        """
+        row = self._slots.find(sequence)
+        return row.checkpoint() if row else None
+
+    def close(self, sequence: Sequence) -> None:
+        """End `sequence` and free its slot; nothing more is handed out. Harmless after an end."""
+        if self._slots.find(sequence):
+            self._end(sequence, SequenceState.CLOSED)
+
+    def _pump(self) -> None:
+        self._close_abandoned()
+        for event in self._advance():
+            reference = self._generations.get(event.sequence)
+            generation = reference() if reference else None
+            if generation is None:
+                self._backlog.append(event)
+            else:
+                generation.receive(event.token)
+
+    def _advance(self) -> list[TokenEvent]:
+        rows = self._slots.rows
+        for row in rows:
+            _begin(row)
+        decoding = [row for row in rows if row.sequence.state is not SequenceState.PREFILL]
+        prefilling = [row for row in rows if row.sequence.state is SequenceState.PREFILL]
+        began = time.perf_counter()
+        events = [event for row in decoding for event in self._run(row, self._decode)]
+        self._turn.decoded(began)
+        if prefilling and self._turn.may_prefill(others_decode=bool(decoding)):
+            began = time.perf_counter()
+            events += self._run(prefilling[0], self._prefill)
+            self._turn.prefilled(began)
+        return events
+
+    def _run(self, row: Row, action: Callable[[Row], None]) -> list[TokenEvent]:
+        sequence = row.sequence
+        try:
+            action(row)
+        except BaseException as error:
+            sequence.error = error
+            self._end(sequence, SequenceState.FAILED)
+            # The frames hold the row's arrays, and the error may be kept for long.
+            traceback.clear_frames(error.__traceback__)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            if sequence.finish_reason:
+                self._end(sequence, SequenceState.FINISHED)
+        return [TokenEvent(sequence, token) for token in sequence.hand_out()]
+
+    def _decode(self, row: Row) -> None:
+        if row.sequence.state is SequenceState.CATCH_UP:
+            catch_up_step(self._loaded.model, row)
+            if row.sequence.next_published is None:
+                row.sequence.state = SequenceState.DECODE
+        else:
+            self._decode_step(self._loaded.model, row)
+
+    def _prefill(self, row: Row) -> None:
+        sequence = row.sequence
+        prefill_step(self._loaded.model, row, self._chunk)
+        if row.pending is None:
+            return
+        row.checkpoint_if_due(now=True)
+        if sequence.next_published:
+            sequence.state = SequenceState.CATCH_UP
+        else:
+            sequence.state = SequenceState.DECODE
+            sequence.take(row.pending.read())
+
+    def _end(self, sequence: Sequence, state: SequenceState) -> None:
+        sequence.state = state
+        self._slots.vacate(sequence)
+
+    def _close_abandoned(self) -> None:
+        for sequence, reference in list(self._generations.items()):
+            if reference() is None:
+                self.close(sequence)
+
+
+def _begin(row: Row) -> None:
+    sequence = row.sequence
+    if sequence.state is not SequenceState.WAITING:
+        return
+    sequence.start_clock(prefills=row.pending is None)
+    if row.pending is None:
+        sequence.state = SequenceState.PREFILL
+    elif sequence.next_published:
+        sequence.state = SequenceState.CATCH_UP
+    else:
+        sequence.state = SequenceState.DECODE

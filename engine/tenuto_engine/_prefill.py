@@ -1,0 +1,75 @@
+"""Reading a prompt: chunks with borders at absolute positions, then its last token alone.
+
+The borders are the multiples of the chunk size whatever a warm cache covers, because a
+forward of other chunks gives other bits.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import mlx.core as mx
+
+from tenuto_engine._caches import settle_after_prefill
+from tenuto_engine._decode import Forward, draw
+from tenuto_engine._slots import Row
+
+
+def is_border(position: int, prompt_tokens: int, chunk: int) -> bool:
+    """Whether a prefill of `prompt_tokens` pauses at `position`."""
+    return position % chunk == 0 or position == prompt_tokens - 1
+
+
+def prefill_step(model: Forward, row: Row, chunk: int) -> None:
+    """Read the next chunk; after the last one read the last token and sample the first.
+
+    Args:
+        model: gives logits ``[1, L, V]`` for ``[1, L]`` tokens and ``cache=``.
+        row: one in prefill.
+        chunk: the chunk size C.
+    """
+    sequence = row.sequence
+    last = len(sequence.prompt) - 1
+    if row.position < last:
+        _read_chunk(model, row, min((row.position // chunk + 1) * chunk, last))
+    if row.position < last:
+        row.checkpoint_if_due()
+        return
+    logits = _forward(model, row, last + 1)[:, -1, :]
+    row.pending = draw(row, logits)
+    row.pending.read()
+
+
+def _read_chunk(model: Forward, row: Row, end: int) -> None:
+    _forward(model, row, end)
+    # Evaluates the caches and nothing else, so a chunk's logits are never computed.
+    settle_after_prefill(row.caches)
+    mx.clear_cache()
+
+
+def _forward(model: Forward, row: Row, end: int) -> mx.array:
+    row.reserve(end - row.position)
+    tokens: list[Any] = list(row.sequence.prompt[row.position : end])
+    logits = model(mx.array(tokens)[None], cache=row.caches)
+    row.sequence.stats.prefilled_tokens += end - row.position
+    row.position = row.sequence.prefill_done = end
+    return logits
+
+
+class PrefillTurn:
+    """Shares the device: after a chunk of one row, the others decode at least as long."""
+
+    def __init__(self) -> None:
+        self._owed = 0.0
+
+    def may_prefill(self, *, others_decode: bool) -> bool:
+        return self._owed <= 0 or not others_decode
+
+    def prefilled(self, began: float) -> None:
+        """A chunk ran from `began` (``perf_counter``) to now."""
+        self._owed = time.perf_counter() - began
+
+    def decoded(self, began: float) -> None:
+        """The other rows decoded from `began` to now."""
+        self._owed -= time.perf_counter() - began

@@ -1,0 +1,84 @@
+"""From a checkpoint to the arguments that continue it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Ids
+from dataclasses import replace
+
+from tenuto_engine._checkpoint import Checkpoint
+from tenuto_engine._errors import ResumeMismatch
+from tenuto_engine._options import GenerationOptions, PendingLogprobs
+from tenuto_engine._token import Token
+
+
+def resume_options(
+    checkpoint: Checkpoint,
+    options: GenerationOptions,
+    published: Ids[Token] | None = None,
+    *,
+    prompt_tokens: Ids[int] | None = None,
+) -> tuple[list[int], GenerationOptions]:
+    """The prompt and options with which ``Engine.add`` or ``generate`` continues a run.
+
+    Args:
+        checkpoint: where to continue.
+        options: those that the run began with; seed and resume fields are replaced.
+        published: all tokens that a reader has, from index 1. Those that the checkpoint does
+            not cover are caught up; those that it covers and the reader lacks are handed
+            out first. None: the reader has exactly those that the checkpoint covers.
+        prompt_tokens: the whole original prompt. Needed for a checkpoint taken inside a
+            prefill, which covers a part of it; otherwise only compared.
+
+    Raises:
+        ResumeMismatch: the checkpoint is of another prompt, or its tokens are not the
+            published ones.
+    """
+    covered = checkpoint.generated_tokens
+    published = checkpoint.generated if published is None else tuple(published)
+    _check_agreement(checkpoint, published)
+    tokens = _tokens(checkpoint, prompt_tokens)
+    resumed = replace(
+        options,
+        seed=checkpoint.seed,
+        cache=checkpoint.caches,
+        cached_tokens=len(checkpoint.cache_tokens),
+        initial_pending_token=checkpoint.pending_token,
+        initial_pending_logprobs=_pending_logprobs(checkpoint),
+        initial_generated_tokens=covered,
+        original_prompt_tokens=len(tokens) - covered,
+        initial_tokens=checkpoint.generated,
+        initial_published_tokens=min(len(published), covered),
+        published_tokens=published[covered:],
+    )
+    return tokens, resumed
+
+
+def _check_agreement(checkpoint: Checkpoint, published: Ids[Token]) -> None:
+    for own, other in zip(checkpoint.generated, published, strict=False):
+        if (own.index, own.token) != (other.index, other.token):
+            raise ResumeMismatch(
+                f"token {own.index} is {own.token} in the checkpoint, but {other.token} "
+                "was published",
+                hint="use an older checkpoint, or replay from the prompt",
+            )
+
+
+def _tokens(checkpoint: Checkpoint, prompt_tokens: Ids[int] | None) -> list[int]:
+    cached, original = checkpoint.cache_tokens, checkpoint.original_prompt_tokens
+    if prompt_tokens is None:
+        if checkpoint.pending_token is None:
+            raise ResumeMismatch(
+                f"the checkpoint covers {len(cached)} of {original} prompt tokens",
+                hint="give the whole prompt as prompt_tokens",
+            )
+        return list(cached)
+    prompt = tuple(prompt_tokens)
+    if len(prompt) != original or prompt[: len(cached)] != cached[:original]:
+        raise ResumeMismatch("the checkpoint is of another prompt")
+    return [*prompt, *cached[original:]]
+
+
+def _pending_logprobs(checkpoint: Checkpoint) -> PendingLogprobs | None:
+    if checkpoint.pending_token is None or checkpoint.pending_logprob is None:
+        return None
+    return PendingLogprobs(checkpoint.pending_logprob, checkpoint.pending_top_logprobs)

@@ -1,0 +1,194 @@
+"""``Slots``: the fixed set of rows, and ``Row``: the device side of one generation."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import mlx.core as mx
+
+from tenuto_engine._caches import snapshot
+from tenuto_engine._checkpoint import Checkpoint
+from tenuto_engine._errors import GenerationFailed, NoFreeSlot
+from tenuto_engine._logits import Likeliest, LogitsProcessors, in_order
+from tenuto_engine._options import GenerationOptions
+from tenuto_engine._sampler import Sampler
+from tenuto_engine._sequence import Drawn, Sequence
+
+async_eval = cast(Callable[..., None], mx.async_eval)  # untyped in mlx's stubs
+
+_log = logging.getLogger("tenuto_engine")
+
+
+class Pending:
+    """The token after those in the cache: sampled, its KV not written, perhaps not read yet.
+
+    Attributes:
+        token: uint32 ``[1]`` on the device.
+    """
+
+    def __init__(self, token: mx.array, logprob: mx.array, likeliest: Likeliest | None) -> None:
+        self.token = token
+        self._logprob = logprob
+        self._likeliest = likeliest
+        self._drawn: Drawn | None = None
+
+    @classmethod
+    def known(cls, drawn: Drawn) -> Pending:
+        """A pending token that the host has: a resumed or a published one."""
+        token = mx.array([drawn.token], dtype=mx.uint32)
+        pending = cls(token, mx.array(drawn.logprob), None)
+        pending._drawn = drawn
+        return pending
+
+    def dispatch(self) -> None:
+        """Have the device begin with it."""
+        async_eval(self.token, self._logprob, *(self._likeliest or ()))
+
+    def read(self) -> Drawn:
+        """Wait for the device and return the token."""
+        if self._drawn is None:
+            mx.eval(self.token, self._logprob, *(self._likeliest or ()))
+            logprob = cast(float, self._logprob.item())
+            if math.isnan(logprob):
+                raise GenerationFailed("the model gave logits that are not numbers (NaN)")
+            self._drawn = Drawn(cast(int, self.token.item()), logprob, in_order(self._likeliest))
+        return self._drawn
+
+
+class CheckpointClock:
+    """Says when a checkpoint is due: every so many tokens or seconds, whichever is first."""
+
+    def __init__(self, options: GenerationOptions, generated: int) -> None:
+        self._tokens = options.checkpoint_every_tokens
+        self._seconds = options.checkpoint_every_seconds
+        self.reset(generated)
+
+    def due(self, generated: int) -> bool:
+        if self._tokens is not None and generated // self._tokens > self._last // self._tokens:
+            return True
+        return self._seconds is not None and time.monotonic() - self._since >= self._seconds
+
+    def reset(self, generated: int) -> None:
+        self._last = generated
+        self._since = time.monotonic()
+
+
+@dataclass(eq=False)
+class Row:
+    """What runs one sequence.
+
+    Invariant between steps: ``caches`` hold exactly the first ``position`` tokens of
+    prompt + generated; once the prompt is read, ``pending`` is the token after them.
+
+    Attributes:
+        caches: mlx-lm cache objects, one a layer; nobody else holds their arrays.
+        position: tokens whose KV is in ``caches``.
+        bound: most tokens they may ever hold.
+    """
+
+    sequence: Sequence
+    caches: list[Any]
+    position: int
+    bound: int
+    processors: LogitsProcessors
+    sampler: Sampler
+    pending: Pending | None = None
+
+    def __post_init__(self) -> None:
+        self._clock = CheckpointClock(self.sequence.options, max(self.generated, 0))
+
+    @property
+    def generated(self) -> int:
+        """Generated tokens whose KV is in the caches; negative in a prefill."""
+        return self.position - len(self.sequence.prompt)
+
+    @property
+    def settled(self) -> bool:
+        """Whether the pending token already has its text, so that only its KV is missing."""
+        return len(self.sequence.tokens) > self.generated
+
+    def tokens_in_cache(self) -> tuple[int, ...]:
+        prompt = self.sequence.prompt
+        generated = self.sequence.tokens[: max(self.generated, 0)]
+        return prompt[: self.position] + tuple(token.token for token in generated)
+
+    def reserve(self, count: int) -> None:
+        """Check that `count` more positions may be written."""
+        assert self.position + count <= self.bound, "a row would write past its bound"
+
+    def checkpoint(self) -> Checkpoint | None:
+        """All that the next token depends on; None while nothing is computed."""
+        if self.position == 0:
+            return None
+        drawn = self.pending.read() if self.pending else None
+        return Checkpoint(
+            cache_tokens=self.tokens_in_cache(),
+            original_prompt_tokens=len(self.sequence.prompt),
+            generated=tuple(self.sequence.tokens[: max(self.generated, 0)]),
+            pending_token=drawn.token if drawn else None,
+            pending_logprob=drawn.logprob if drawn else None,
+            pending_top_logprobs=drawn.top_logprobs if drawn else (),
+            seed=self.sequence.seed,
+            caches=snapshot(self.caches),
+        )
+
+    def checkpoint_if_due(self, *, now: bool = False) -> None:
+        """Hand a checkpoint to the caller's callback if one is due, or `now`."""
+        generated = max(self.generated, 0)
+        callback = self.sequence.options.on_decode_checkpoint
+        if callback is None or not (now or self._clock.due(generated)):
+            return
+        checkpoint = self.checkpoint()
+        if checkpoint is None:
+            return
+        self.sequence.stats.checkpoints += 1
+        try:
+            callback(checkpoint)
+        except Exception:  # noqa: BLE001  # it is the caller's code, and a job must outlive its disk
+            self.sequence.stats.checkpoint_errors += 1
+            _log.exception("the checkpoint callback raised; the generation goes on")
+        # Counted from here, so that a slow snapshot does not make the next one due at once.
+        self._clock.reset(generated)
+
+
+class Slots:
+    """The rows of an engine. A row sits in one from its start to its end."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._rows: dict[Sequence, Row] = {}
+
+    @property
+    def free(self) -> int:
+        return self.count - len(self._rows)
+
+    @property
+    def rows(self) -> list[Row]:
+        """Those that are taken, the longest seated first."""
+        return list(self._rows.values())
+
+    def require_free(self) -> None:
+        if not self.free:
+            raise NoFreeSlot(
+                f"all {self.count} slots are taken",
+                hint="close a generation, or load the engine with more slots",
+            )
+
+    def seat(self, row: Row) -> None:
+        self.require_free()
+        self._rows[row.sequence] = row
+
+    def find(self, sequence: Sequence) -> Row | None:
+        return self._rows.get(sequence)
+
+    def vacate(self, sequence: Sequence) -> None:
+        """Free the row and its caches."""
+        row = self._rows.pop(sequence)
+        sequence.stats.cache_tokens = row.tokens_in_cache()
+        sequence.stop_clock()
+        row.caches, row.pending = [], None
