@@ -7,6 +7,7 @@ an attempt that sees a higher epoch removes nothing but its own.
 
 from __future__ import annotations
 
+import errno
 import logging
 import re
 import secrets
@@ -234,6 +235,8 @@ class CheckpointStore:
     def delete(self) -> None:
         """Remove all checkpoints of the job, whoever wrote them, and its folder.
 
+        What is not ours is left alone, and the folder with it.
+
         Raises:
             CheckpointError: the disk refused.
         """
@@ -246,6 +249,8 @@ class CheckpointStore:
         except FileNotFoundError:
             pass
         except OSError as error:
+            if error.errno == errno.ENOTEMPTY:
+                return
             raise CheckpointError(f"{self.folder}: cannot be deleted: {error.strerror}") from error
 
     def _open(self) -> None:
