@@ -1,6 +1,8 @@
 """Submit, stream, cancel and resume long LLM generations that survive everything."""
 
 from ._announce import ModelInfo, WorkerInfo, pack_announcement, unpack_model, unpack_worker
+from ._backend import Event
+from ._client import Client
 from ._config import Settings
 from ._errors import (
     DataDirError,
@@ -12,12 +14,15 @@ from ._errors import (
     JobGone,
     JobNotCompleted,
     ProtocolError,
+    ResultTimeout,
     ServerStartFailed,
     ServerUnavailable,
     TenutoError,
     UnknownModel,
 )
+from ._fake import FakeClient, FakeReply
 from ._findings import Finding, Level
+from ._job import Job
 from ._records import (
     EndEvent,
     JobRecord,
@@ -31,16 +36,22 @@ from ._records import (
 from ._scripts import source as script_source
 from ._scripts import ticket_payload
 from ._spec import JobSpec, Message, Prompt, SubmitOptions, pack_spec, unpack_spec
+from ._sync import SyncClient, SyncJob
 from ._wire import pack_tokens, unpack_entry, unpack_tokens
 from .keys import Keys
 
 __all__ = [
+    "Client",
     "DataDirError",
     "EndEvent",
+    "Event",
+    "FakeClient",
+    "FakeReply",
     "Finding",
     "IdempotencyConflict",
     "IllegalTransition",
     "InvalidRequest",
+    "Job",
     "JobCancelled",
     "JobFailed",
     "JobGone",
@@ -56,11 +67,14 @@ __all__ = [
     "Prompt",
     "ProtocolError",
     "Result",
+    "ResultTimeout",
     "ServerStartFailed",
     "ServerUnavailable",
     "Settings",
     "StateEvent",
     "SubmitOptions",
+    "SyncClient",
+    "SyncJob",
     "TenutoError",
     "Token",
     "UnknownModel",

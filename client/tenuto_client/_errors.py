@@ -9,6 +9,7 @@
     ├── JobNotCompleted           the job ended otherwise; carries the result up to there
     │   ├── JobFailed
     │   └── JobCancelled
+    ├── ResultTimeout             result(timeout=...) ran out of time; the job goes on
     ├── ProtocolError             Redis holds what this version cannot read
     ├── ServerUnavailable         no Redis answers
     │   └── ServerStartFailed     the embedded server could not be started
@@ -103,12 +104,27 @@ class JobCancelled(JobNotCompleted):
     """The job was cancelled; `resume()` continues it exactly."""
 
 
+class ResultTimeout(TenutoError, TimeoutError):
+    """The job had not ended after the time that `result` was given. The job goes on."""
+
+    def __init__(self, job_id: str, timeout: float) -> None:
+        super().__init__(f"job {job_id} has not ended after {timeout:g} s", hint="it goes on")
+        self.job_id = job_id
+
+
 class ProtocolError(TenutoError):
     """What stands in Redis was not written by a version that this one can read."""
 
 
 class ServerUnavailable(TenutoError):
-    """No Redis or Valkey server answers at the address."""
+    """No Redis or Valkey server answers at the address, or it refuses to serve.
+
+    `transient` tells whether trying again may help.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None, transient: bool = False) -> None:
+        super().__init__(message, hint=hint)
+        self.transient = transient
 
 
 class ServerStartFailed(ServerUnavailable):

@@ -17,8 +17,12 @@ TICKET_FUNCTION: Final = "run_ticket"
 @cache
 def source(package: str, name: str) -> str:
     """The whole text of the script `lua/<name>.lua` of a package, ready for EVAL."""
+    return assemble(files(package).joinpath("lua", f"{name}.lua").read_text("utf-8"))
+
+
+def assemble(body: str) -> str:
+    """A script's own text with what all scripts share in front of it."""
     common = files("tenuto_client").joinpath("lua", "_common.lua").read_text("utf-8")
-    body = files(package).joinpath("lua", f"{name}.lua").read_text("utf-8")
     return f"local P = ARGV[1]\n{Keys.lua()}\n{common}\n{body}"
 
 

@@ -1,0 +1,189 @@
+"""`StreamReader`: follows one job's stream through reconnects, without gap or duplicate."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any, Final
+
+from ._backend import Event
+from ._errors import JobGone, ProtocolError, ServerUnavailable
+from ._records import EndEvent, JobState, ProgressEvent, StateEvent, Token
+from ._redis import Backoff, Connection
+from ._wire import unpack_entry
+from .keys import Keys
+
+_BLOCK_MS: Final = 1000
+_COUNT: Final = 500
+_QUIET_PHASES: Final = ("loading", "restore", "prefill", "catch-up")
+
+RawEntry = tuple[bytes, Mapping[bytes, bytes]]
+
+
+class StreamReader:
+    """One reading of one job's stream.
+
+    The cursor is the id of the last entry that was handled. After a lost connection it goes back
+    to the last token, because a server that lost its tail numbers later events anew; events that
+    were shown already are known by their bytes.
+
+    Args:
+        after: index of the last token that the caller has.
+        reconnect_timeout: how many seconds to wait for a server that was lost; None is forever.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        keys: Keys,
+        job_id: str,
+        after: int,
+        reconnect_timeout: float | None,
+    ) -> None:
+        self._redis = connection
+        self._keys = keys
+        self._job_id = job_id
+        self._seen = after
+        self._backoff = Backoff(reconnect_timeout)
+        self._shown: set[tuple[bytes, bytes]] = set()
+        self._last_progress: ProgressEvent | None = None
+        self._rewind()
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """Tokens, states and progress as they come; the last one is the `EndEvent`.
+
+        Raises:
+            JobGone: there is no such job, or there is none any more.
+            ServerUnavailable: the server was not reached at all, or not for `reconnect_timeout`.
+        """
+        while True:
+            try:
+                batch = await self._next()
+            except ServerUnavailable as error:
+                await self._redis.recover(error, self._backoff)
+                self._rewind()
+                continue
+            self._backoff.reset()
+            for event in batch:
+                yield event
+                if isinstance(event, EndEvent):
+                    return
+
+    def _rewind(self) -> None:
+        self._cursor = f"{self._seen}-0".encode()
+        # The first look is at what is there; only then is it worth waiting.
+        self._wait = False
+
+    async def _next(self) -> list[Event]:
+        entries = await self._read(wait=self._wait)
+        self._wait = True
+        return self._digest(entries) if entries else await self._look()
+
+    async def _read(self, *, wait: bool) -> list[RawEntry]:
+        block = ("BLOCK", _BLOCK_MS) if wait else ()
+        reply = await self._redis.once(
+            "XREAD", "COUNT", _COUNT, *block, "STREAMS", self._keys.stream(self._job_id),
+            self._cursor,
+        )  # fmt: skip
+        return _entries(reply)
+
+    def _digest(self, entries: list[RawEntry]) -> list[Event]:
+        full = len(entries) == _COUNT
+        events: list[Event] = []
+        for place, (entry_id, fields) in enumerate(entries):
+            is_last = place + 1 == len(entries)
+            entry = unpack_entry(entry_id.decode(), fields)
+            if isinstance(entry, EndEvent) and is_last and full:
+                # Whether something follows is seen only when it is read again, as the first.
+                self._wait = False
+                break
+            self._cursor = entry_id
+            if isinstance(entry, list):
+                events += self._new_tokens(entry)
+            elif self._is_new(entry_id, fields):
+                events.append(entry if is_last else _history(entry))
+        return events
+
+    def _new_tokens(self, tokens: list[Token]) -> list[Token]:
+        new = [token for token in tokens if token.index > self._seen]
+        if new and new[0].index != self._seen + 1:
+            raise ProtocolError(
+                f"job {self._job_id}: token {new[0].index} follows {self._seen} in its stream",
+                hint="was the stream trimmed? tenuto doctor looks at the server's settings",
+            )
+        if new:
+            self._seen = new[-1].index
+            self._shown.clear()
+        return new
+
+    def _is_new(self, entry_id: bytes, fields: Mapping[bytes, bytes]) -> bool:
+        mark = (entry_id, b"".join(fields.values()))
+        if mark in self._shown:
+            return False
+        self._shown.add(mark)
+        return True
+
+    async def _look(self) -> list[Event]:
+        """What the job's hash says while its stream says nothing."""
+        state, phase, done, total = await self._redis.once(
+            "HMGET", self._keys.job(self._job_id), "state", "phase", "phase_done", "phase_total"
+        )
+        if state is None:
+            raise JobGone(self._job_id)
+        if JobState(state.decode()).is_over:
+            return await self._find_end()
+        if phase is None or phase.decode() not in _QUIET_PHASES:
+            return []
+        progress = ProgressEvent(phase.decode(), int(done), int(total))
+        if progress == self._last_progress:
+            return []
+        self._last_progress = progress
+        return [progress]
+
+    async def _find_end(self) -> list[Event]:
+        """The end of a job that ended before the cursor: fewer tokens than the caller has.
+
+        That is so when the caller asks for more than there is, or when the server lost its tail.
+        """
+        if entries := await self._read(wait=False):
+            return self._digest(entries)
+        last = await self._redis.once(
+            "XREVRANGE", self._keys.stream(self._job_id), "+", "-", "COUNT", 1
+        )
+        if not last:
+            if not await self._redis.once("EXISTS", self._keys.job(self._job_id)):
+                raise JobGone(self._job_id)
+            raise ProtocolError(
+                f"job {self._job_id}: it has ended, but its stream is missing",
+                hint="is maxmemory-policy noeviction? tenuto doctor looks",
+            )
+        entry_id, fields = _as_entry(last[0])
+        entry = unpack_entry(entry_id.decode(), fields)
+        return [entry] if isinstance(entry, EndEvent) else []
+
+
+def _history(event: StateEvent | EndEvent) -> StateEvent:
+    """An end that something follows was resumed from: it is a state like others."""
+    if isinstance(event, StateEvent):
+        return event
+    return StateEvent(state=event.state, epoch=event.epoch, index=event.index, reason=event.error)
+
+
+def _entries(reply: Any) -> list[RawEntry]:
+    """What XREAD found in the one stream it was asked about; redis-py has two shapes for it."""
+    if not reply:
+        return []
+    if isinstance(reply, dict):
+        (found,) = reply.values()
+        # RESP3 in some versions of redis-py: the entries are in a list of their own.
+        if found and found[0] and isinstance(found[0][0], list | tuple):
+            found = found[0]
+    else:
+        found = reply[0][1]
+    return [_as_entry(entry) for entry in found]
+
+
+def _as_entry(entry: Any) -> RawEntry:
+    entry_id, fields = entry
+    if not isinstance(fields, dict):
+        fields = dict(zip(fields[::2], fields[1::2], strict=True))
+    return entry_id, fields
