@@ -134,9 +134,8 @@ class ServerHome:
             os.close(descriptor)
 
     def prepare(self) -> None:
-        """With the lock held: remove what a dead server left, write the configuration."""
+        """With the lock held: forget the dead server, write the configuration."""
         with _reporting_paths(self.folder):
-            self.socket.unlink(missing_ok=True)
             self.pid.unlink(missing_ok=True)
             if self.log.exists() and self.log.stat().st_size > _LOG_BYTES:
                 self.log.replace(self.folder / "log.1")

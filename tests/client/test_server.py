@@ -90,6 +90,13 @@ from tenuto_client._server import ensure_server
 print(ensure_server(Path(sys.argv[1]), timeout=60))
 """
 
+FOREGROUND = """
+import sys
+from pathlib import Path
+from tenuto_client._server import run_foreground
+run_foreground(Path(sys.argv[1]))
+"""
+
 
 def test_a_started_server_is_found_and_not_started_again(data_dir: Path) -> None:
     assert find_server(data_dir) is None
@@ -283,18 +290,15 @@ def test_stopping_a_server_that_does_not_answer_says_so(data_dir: Path) -> None:
 
 
 def test_the_foreground_server_holds_the_folder_and_ends_with_ctrl_c(data_dir: Path) -> None:
-    foreground = _python(
-        "import sys; from pathlib import Path; from tenuto_client._server import run_foreground\n"
-        "run_foreground(Path(sys.argv[1]))",
-        data_dir,
-    )
-    _wait_until(lambda: find_server(data_dir) is not None)
-    ensure_server(data_dir)
-    assert _pid(data_dir) == foreground.pid
-    with pytest.raises(ServerStartFailed, match="already runs"):
-        run_foreground(data_dir)
-    foreground.send_signal(signal.SIGINT)
-    output, _ = foreground.communicate(timeout=DEADLINE_S)
+    with contextlib.ExitStack() as cleanup:
+        foreground = _python(FOREGROUND, data_dir)
+        cleanup.callback(foreground.kill)
+        _wait_until(lambda: find_server(data_dir) is not None)
+        ensure_server(data_dir)
+        assert _pid(data_dir) == foreground.pid
+        assert "already runs" in _python(FOREGROUND, data_dir).communicate(timeout=DEADLINE_S)[0]
+        foreground.send_signal(signal.SIGINT)
+        output, _ = foreground.communicate(timeout=DEADLINE_S)
     assert foreground.returncode == 0
     assert "Ready to accept connections" in output
     assert find_server(data_dir) is None
