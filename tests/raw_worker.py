@@ -89,29 +89,24 @@ class RawWorker:
     """Announces a model, claims its jobs and publishes what the test says."""
 
     def __init__(self, client: redis.Redis, namespace: str, model: str = "m") -> None:
-        self._client = client
+        # Any: redis-py's own types change from version to version.
+        self._execute: Any = client.execute_command
         self._keys = Keys(namespace)
         self.name = "raw-1"
         self.model = model
 
     def announce(self, *, context_length: int | None = None, vocab_size: int | None = None) -> None:
         """Say which model there is, and that this worker lives."""
-        now = float(self._client.execute_command("TIME")[0])
+        now = float(self._execute("TIME")[0])
         model = ModelInfo(self.model, context_length, vocab_size, "f" * 16, now)
         worker = WorkerInfo(self.name, (self.model,), 1, 0, started_at=now, seen_at=now)
-        self._client.execute_command(
-            "HSET", self._keys.models(), self.model, pack_announcement(model)
-        )
-        self._client.execute_command(
-            "HSET", self._keys.workers(), self.name, pack_announcement(worker)
-        )
+        self._execute("HSET", self._keys.models(), self.model, pack_announcement(model))
+        self._execute("HSET", self._keys.workers(), self.name, pack_announcement(worker))
 
     def run(self, script: str, *args: Any) -> Any:
         """Run one of the worker's scripts."""
         payload = ticket_payload(int(time.time() * 1000))
-        return self._client.execute_command(
-            "EVAL", _source(script), 0, self._keys.namespace, payload, *args
-        )
+        return self._execute("EVAL", _source(script), 0, self._keys.namespace, payload, *args)
 
     def try_claim(self) -> Attempt | None:
         """Claim the best queued job, if there is one."""

@@ -1,0 +1,171 @@
+"""The `tenuto` command: finds the command that was typed, and turns errors into exit codes.
+
+DESIGN.md, "The command", has the protocol by which other distributions add commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import io
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from importlib import import_module
+from importlib.metadata import entry_points, version
+from typing import Final, Protocol
+
+from ._config import Settings
+from ._errors import (
+    DataDirError,
+    IdempotencyConflict,
+    IllegalTransition,
+    InvalidRequest,
+    JobGone,
+    ServerUnavailable,
+    TenutoError,
+)
+
+GROUP: Final = "tenuto.commands"
+FAILED: Final = 1
+USAGE: Final = 2
+UNREACHABLE: Final = 3
+NO_SUCH_JOB: Final = 4
+INTERRUPTED: Final = 130
+PIPE_CLOSED: Final = 141
+
+_OURS: Final = (
+    "submit", "watch", "status", "cancel", "resume", "result", "delete", "list", "server", "doctor",
+)  # fmt: skip
+_INTRODUCTION: Final = """\
+usage: tenuto COMMAND ...
+
+Long LLM generations that survive everything. A job is submitted to a queue, workers
+decode it, and its tokens stand in a stream that can be read from anywhere, again and
+again; whatever dies in between, it goes on where it was.
+
+First steps:
+  tenuto worker --model NAME=PATH_OR_REPO    serve a model (leave it running)
+  tenuto submit NAME 'Write a story.' --watch
+
+Commands:
+"""
+_ENDING: Final = """
+`tenuto COMMAND --help` tells more. Without a Redis URL (--redis or TENUTO_REDIS_URL) all
+commands share one embedded server, which starts by itself.
+
+Exit codes: 0 done, 1 the job failed or was cancelled, 2 usage, 3 server not reachable,
+4 no such job.
+"""
+_CONNECTION_HELP: Final = """where the jobs are (else TENUTO_REDIS_URL, TENUTO_NAMESPACE and
+TENUTO_DATA_DIR)"""
+
+
+class Command(Protocol):
+    """What an entry point of `tenuto.commands` names: a module with these, or an object."""
+
+    HELP: str
+
+    def configure(self, parser: argparse.ArgumentParser) -> None:
+        """Add the arguments."""
+
+    def run(self, args: argparse.Namespace, settings: Settings) -> int:
+        """Do it, and return the exit code."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The entry point of the script `tenuto`; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Models write any character; a terminal that lacks one is no reason to stop.
+            stream.reconfigure(errors="replace")
+    try:
+        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+    except TenutoError as error:
+        complain(str(error))
+        return _exit_code(error)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes stdout once more at its end; let that go nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PIPE_CLOSED
+    return code
+
+
+def complain(message: str) -> None:
+    """Say something on stderr, under the command's name."""
+    sys.stderr.write(f"tenuto: {message}\n")
+
+
+def _dispatch(argv: list[str]) -> int:
+    commands = _find_commands()
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        return _help(commands, asked_for=bool(argv))
+    if argv[0] == "--version":
+        sys.stdout.write(f"tenuto {version('tenuto-client')}\n")
+        return 0
+    name, *rest = argv
+    if name not in commands:
+        return _unknown(name, list(commands))
+    command = commands[name]()
+    parser = _parser(name, command)
+    args = parser.parse_args(rest)
+    settings = Settings.load(redis_url=args.redis, namespace=args.namespace, data_dir=args.data_dir)
+    return command.run(args, settings)
+
+
+def _find_commands() -> Mapping[str, Callable[[], Command]]:
+    """Commands by name, each loaded only when it is called for."""
+    ours: dict[str, Callable[[], Command]] = {name: partial(_our_command, name) for name in _OURS}
+    others = sorted(entry_points(group=GROUP), key=lambda point: point.name)
+    return {**{point.name: point.load for point in others}, **ours}
+
+
+def _our_command(name: str) -> Command:
+    # A module is a Command as it stands, which a type checker cannot see through its name.
+    module: Command = import_module(f"tenuto_client._commands.{name}")
+    return module
+
+
+def _parser(name: str, command: Command) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=f"tenuto {name}",
+        description=command.HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        # An abbreviation that works today would change its meaning with the next option.
+        allow_abbrev=False,
+    )
+    command.configure(parser)
+    if getattr(command, "JSON", True):
+        parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    group = parser.add_argument_group("connection", _CONNECTION_HELP)
+    group.add_argument("--redis", metavar="URL", help="redis://, rediss:// or unix://")
+    group.add_argument("--namespace", metavar="PREFIX", help="prefix of all keys (tenuto:)")
+    group.add_argument("--data-dir", metavar="DIR", help="embedded server and checkpoints")
+    return parser
+
+
+def _help(commands: Mapping[str, Callable[[], Command]], *, asked_for: bool) -> int:
+    lines = "".join(f"  {name:<13}{load().HELP}\n" for name, load in commands.items())
+    out = sys.stdout if asked_for else sys.stderr
+    out.write(_INTRODUCTION + lines + _ENDING)
+    return 0 if asked_for else USAGE
+
+
+def _unknown(name: str, known: list[str]) -> int:
+    close = difflib.get_close_matches(name, known, n=1)
+    guess = f"did you mean {close[0]}?" if close else "tenuto --help lists them"
+    complain(f"no such command: {name} ({guess})")
+    return USAGE
+
+
+def _exit_code(error: TenutoError) -> int:
+    if isinstance(error, ServerUnavailable):
+        return UNREACHABLE
+    if isinstance(error, JobGone):
+        return NO_SUCH_JOB
+    usage = (InvalidRequest, IdempotencyConflict, IllegalTransition, DataDirError)
+    return USAGE if isinstance(error, usage) else FAILED

@@ -1,0 +1,118 @@
+"""Watching a job, for `watch` and `submit --watch`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import aclosing
+
+from tenuto_client import _lines as lines
+from tenuto_client._backend import Event
+from tenuto_client._client import Client
+from tenuto_client._command import FAILED, INTERRUPTED, complain
+from tenuto_client._config import Settings
+from tenuto_client._job import Job
+from tenuto_client._progress import Progress
+from tenuto_client._records import EndEvent, JobRecord, JobState, ProgressEvent, StateEvent, Token
+
+
+def watch(settings: Settings, job_id: str, after: int, *, as_json: bool) -> int:
+    """Print a job's text or its `--json` lines until its end; returns the exit code."""
+    watcher = _JsonWatcher(job_id, after) if as_json else _TextWatcher(job_id, after)
+    try:
+        return asyncio.run(_follow(settings, watcher))
+    except KeyboardInterrupt:
+        watcher.leave()
+        return INTERRUPTED
+
+
+async def _follow(settings: Settings, watcher: _Watcher) -> int:
+    async with Client(
+        settings.redis_url, namespace=settings.namespace, data_dir=settings.data_dir
+    ) as client:
+        job = client.job(watcher.job_id)
+        watcher.begin(await job.status())
+        return await _print_events(job, watcher)
+
+
+async def _print_events(job: Job, watcher: _Watcher) -> int:
+    async with aclosing(job.events(watcher.index)) as events:
+        async for event in events:
+            if isinstance(event, Token):
+                watcher.index = event.index
+            watcher.show(event)
+            if isinstance(event, EndEvent):
+                return 0 if event.state is JobState.COMPLETED else FAILED
+    raise AssertionError("a stream ends with an EndEvent")
+
+
+class _Watcher:
+    """What is printed; `index` is the last token that was."""
+
+    def __init__(self, job_id: str, index: int) -> None:
+        self.job_id = job_id
+        self.index = index
+
+    def begin(self, record: JobRecord) -> None:
+        """The job as it is at the start."""
+
+    def show(self, event: Event) -> None:
+        """Print an event."""
+        raise NotImplementedError
+
+    def leave(self) -> None:
+        """The user goes; the job goes on."""
+        go_on = f"tenuto watch {self.job_id} --after {self.index}"
+        complain(f"the job goes on without you; to go on watching: {go_on}")
+
+
+class _JsonWatcher(_Watcher):
+    def show(self, event: Event) -> None:
+        sys.stdout.write(lines.event_line(event))
+        sys.stdout.flush()
+
+
+class _TextWatcher(_Watcher):
+    def __init__(self, job_id: str, index: int) -> None:
+        super().__init__(job_id, index)
+        self._progress = Progress.on_stderr(0, 0)
+        self._ends_in_newline = True
+
+    def begin(self, record: JobRecord) -> None:
+        self._progress = Progress.on_stderr(record.max_tokens, record.tokens)
+        self._progress.attempt(record.epoch)
+
+    def show(self, event: Event) -> None:
+        if isinstance(event, Token):
+            self._write(event.text)
+            self._progress.token(event.index)
+        elif isinstance(event, StateEvent):
+            self._progress.attempt(event.epoch)
+        elif isinstance(event, ProgressEvent):
+            self._progress.phase(event)
+        else:
+            self._end(event)
+
+    def leave(self) -> None:
+        self._close()
+        super().leave()
+
+    def _write(self, text: str) -> None:
+        self._progress.write(text)
+        if text:
+            self._ends_in_newline = text.endswith("\n")
+
+    def _close(self) -> None:
+        if not self._ends_in_newline:
+            self._write("\n")
+        self._progress.clear()
+
+    def _end(self, event: EndEvent) -> None:
+        self._write(event.text)
+        self._close()
+        if event.exactness != "exact":
+            complain(f"{event.exactness}: {event.exactness_reason or 'no reason given'}")
+        if event.state is JobState.FAILED:
+            complain(f"job {self.job_id} failed: {event.error or 'no reason given'}")
+        elif event.state is JobState.CANCELLED:
+            complain(f"job {self.job_id} was cancelled; to go on: tenuto resume {self.job_id}")

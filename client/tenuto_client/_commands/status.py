@@ -1,0 +1,53 @@
+"""`tenuto status`."""
+
+from __future__ import annotations
+
+import argparse
+
+from tenuto_client._config import Settings
+from tenuto_client._records import JobRecord
+
+from ._shared import add_job, out, when, with_job
+
+HELP = "Show how a job is doing."
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    add_job(parser)
+
+
+def run(args: argparse.Namespace, settings: Settings) -> int:
+    """Print the record."""
+    record = with_job(args, settings, lambda job: job.status())
+    if not args.json:
+        out("".join(f"{name:<14}{value}\n" for name, value in _rows(record)))
+    return 0
+
+
+def _rows(record: JobRecord) -> list[tuple[str, str]]:
+    rows: list[tuple[str, object]] = [
+        ("job", record.id),
+        ("model", record.model),
+        ("state", f"{record.state}{', to be cancelled' if record.cancelling else ''}"),
+        ("tokens", f"{record.tokens} of at most {record.max_tokens}"),
+        ("prompt", None if record.prompt_tokens is None else f"{record.prompt_tokens} tokens"),
+        ("progress", _phase(record)),
+        ("finish reason", record.finish_reason),
+        ("error", record.error),
+        ("exactness", record.exactness),
+        ("because", record.exactness_reason),
+        ("attempt", f"{record.epoch}, claimed {record.attempts} times"),
+        ("worker", record.worker),
+        ("priority", record.priority),
+        ("created", when(record.created_at)),
+        ("started", when(record.started_at)),
+        ("finished", when(record.finished_at)),
+    ]
+    return [(name, str(value)) for name, value in rows if value is not None]
+
+
+def _phase(record: JobRecord) -> str | None:
+    if record.phase is None:
+        return None
+    return f"{record.phase} {record.phase_done or 0} of {record.phase_total or 0}"

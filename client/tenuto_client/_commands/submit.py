@@ -1,0 +1,146 @@
+"""`tenuto submit`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from datetime import timedelta
+from typing import Any, Final
+
+from tenuto_client import _lines as lines
+from tenuto_client._command import complain
+from tenuto_client._config import Settings
+from tenuto_client._errors import InvalidRequest
+
+from ._shared import open_client, out
+from ._watching import watch
+
+HELP = "Submit a generation; prints the id of its job."
+
+_EPILOG = """\
+The job runs whether or not anybody watches, and survives crashes of everything.
+
+examples:
+  tenuto submit smollm2 'Write a long story.' --max-tokens 2000 --watch
+  tenuto submit smollm2 - < prompt.txt                   the prompt as it is in the file
+  tenuto submit smollm2 'Once upon' --raw --temperature 0.8 --seed 7
+  tenuto submit smollm2 --prompt-json '[{"role": "user", "content": "Hello!"}]'
+  tenuto watch "$(tenuto submit smollm2 'Hello!')"
+
+exit codes: 0 accepted (with --watch: completed), 1 with --watch: failed or cancelled,
+2 a bad parameter, 3 server not reachable
+"""
+# Options that go to the client's submit as they are: name, type, metavar, help.
+_PLAIN: Final[tuple[tuple[str, type, str, str], ...]] = (
+    ("max_tokens", int, "N", "tokens at most (512)"),
+    ("temperature", float, "T", "0 is greedy (0)"),
+    ("top_p", float, "P", "keep the likeliest tokens that hold this probability (1: off)"),
+    ("top_k", int, "K", "keep this many likeliest tokens (0: off)"),
+    ("min_p", float, "P", "keep tokens this likely, relative to the likeliest (0: off)"),
+    ("seed", int, "S", "makes sampling repeatable (drawn, and kept with the job)"),
+    ("logprobs", int, "K", "report the K likeliest tokens with each, at most 20 (0)"),
+    ("repetition_penalty", float, "X", "divides the logits of recent tokens (1: off)"),
+    ("presence_penalty", float, "X", "subtracted from those of recent tokens (0: off)"),
+    ("frequency_penalty", float, "X", "the same for each time a token was seen (0: off)"),
+    ("priority", int, "P", "-100 to 100, higher goes first (0)"),
+    ("idempotency_key", str, "K", "submitting again with the same key gives the same job"),
+    ("tenant", str, "T", "whose job it is; tenants take turns (default)"),
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.epilog = _EPILOG
+    parser.add_argument("model", metavar="MODEL", help="a name that a worker serves")
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="text, or - to read stdin")
+    parser.add_argument(
+        "--prompt-json", metavar="JSON", help="chat messages or token ids instead of PROMPT"
+    )
+    for name, kind, metavar, text in _PLAIN:
+        parser.add_argument(f"--{_flag(name)}", type=kind, metavar=metavar, help=text)
+    parser.add_argument(
+        "--stop", action="append", metavar="STR", help="end at this text (may be repeated)"
+    )
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's end")
+    parser.add_argument("--raw", action="store_true", help="no chat template around the prompt")
+    parser.add_argument(
+        "--deadline", type=float, metavar="S", help="fail when not done in so many seconds"
+    )
+    parser.add_argument(
+        "--retention", metavar="S", help="seconds to keep it after its end, or forever (86400)"
+    )
+    parser.add_argument("--recovery", choices=("exact", "fast"), help="after a crash (exact)")
+    parser.add_argument("--metadata", metavar="JSON", help="an object that comes back in records")
+    parser.add_argument("--watch", action="store_true", help="print its text as it comes")
+
+
+def run(args: argparse.Namespace, settings: Settings) -> int:
+    """Submit, and watch where that is wanted."""
+    with open_client(settings) as client:
+        job = client.submit(args.model, _prompt(args), **_options(args))
+        if args.json:
+            out(lines.record_line(job.status()))
+        elif not args.watch:
+            out(f"{job.id}\n")
+    if not args.watch:
+        return 0
+    sys.stdout.flush()
+    if not args.json:
+        complain(f"job {job.id}")
+    return watch(settings, job.id, 0, as_json=args.json)
+
+
+def _prompt(args: argparse.Namespace) -> Any:
+    if (args.prompt is None) == (args.prompt_json is None):
+        raise InvalidRequest("prompt", "give either PROMPT, - or --prompt-json")
+    if args.prompt_json is not None:
+        return _json("prompt-json", args.prompt_json)
+    if args.prompt != "-":
+        return args.prompt
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest("prompt", f"stdin is not UTF-8: {error.reason}") from None
+
+
+def _options(args: argparse.Namespace) -> Any:
+    options = {name: getattr(args, name) for name, *_ in _PLAIN}
+    options["stop"] = args.stop
+    options["raw"] = args.raw or None
+    options["ignore_eos"] = args.ignore_eos or None
+    options["recovery"] = args.recovery
+    if args.deadline is not None:
+        options["deadline"] = _after(args.deadline)
+    if args.retention is not None:
+        options["retention"] = _seconds("retention", args.retention)
+    if args.metadata is not None:
+        options["metadata"] = _json("metadata", args.metadata)
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _after(seconds: float) -> timedelta:
+    try:
+        return timedelta(seconds=seconds)
+    except (OverflowError, ValueError):
+        raise InvalidRequest("deadline", f"{seconds} seconds is out of range") from None
+
+
+def _seconds(name: str, text: str) -> float | str:
+    if text == "forever":
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidRequest(name, f"must be seconds or forever, is {text!r}") from None
+
+
+def _json(name: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise InvalidRequest(name, f"is not JSON: {error}") from None
+
+
+def _flag(name: str) -> str:
+    return name.replace("_", "-")

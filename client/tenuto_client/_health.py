@@ -1,0 +1,203 @@
+"""What can be wrong with a data dir, a server and its jobs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from ._announce import ALIVE_S, WorkerInfo, unpack_worker
+from ._config import Settings
+from ._errors import ServerUnavailable, TenutoError
+from ._findings import Finding, Level
+from ._redis import Connection, address_of
+from ._server import find_server
+from .keys import Keys
+
+_LOW_DISK: Final = 1 << 30
+_NO_DISK: Final = 100 << 20
+_OLDEST: Final = (6, 2)
+_MOST_RUNNING: Final = 10_000
+
+
+def check_data_dir(settings: Settings) -> Iterator[Finding]:
+    """Whether the data dir can be made and written, and has room."""
+    folder = settings.data_dir
+    existing = next((each for each in (folder, *folder.parents) if each.exists()), Path("/"))
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        yield Finding(
+            Level.PROBLEM,
+            "data dir",
+            f"{folder} cannot be {'written' if existing == folder else 'made'}",
+            f"chmod u+rwx {existing}   or name another: --data-dir, TENUTO_DATA_DIR",
+        )
+        return
+    there = "" if existing == folder else " (not made yet)"
+    yield Finding(Level.OK, "data dir", f"{folder}{there}")
+    free = shutil.disk_usage(existing).free
+    level = Level.PROBLEM if free < _NO_DISK else Level.WARNING if free < _LOW_DISK else Level.OK
+    fix = None if level is Level.OK else f"df -h {existing}   and make room for checkpoints"
+    yield Finding(level, "disk", f"{free / (1 << 30):.1f} GiB free", fix)
+
+
+async def check_server(settings: Settings) -> list[Finding]:
+    """Whether the server answers, keeps what it acknowledges, and has work that nobody does."""
+    try:
+        url = settings.redis_url or find_server(settings.data_dir)
+    except TenutoError as error:
+        return [Finding(Level.PROBLEM, "server", error.message, error.hint)]
+    if url is None:
+        says = "the embedded server does not run; it starts with the first submit or worker"
+        return [Finding(Level.OK, "server", says)]
+    connection = Connection(url, settings.data_dir, retry_for=0)
+    try:
+        return await _look(connection, url, Keys(settings.namespace))
+    except ServerUnavailable as error:
+        fix = "tenuto server" if settings.redis_url is None else f"redis-cli -u {address_of(url)}"
+        return [Finding(Level.PROBLEM, "server", error.message, f"{fix} ping   tells more")]
+    finally:
+        await connection.close()
+
+
+async def _look(connection: Connection, url: str, keys: Keys) -> list[Finding]:
+    info = await connection.call("INFO")
+    findings = [_version(info, url), *await _settings(connection, info)]
+    workers = await _workers(connection, keys)
+    findings.append(await _namespace(connection, keys))
+    findings += _worker_findings(workers)
+    findings += await _queues(connection, keys, workers)
+    findings += await _running(connection, keys, workers)
+    return findings
+
+
+def _version(info: Mapping[str, Any], url: str) -> Finding:
+    name = "Valkey" if "valkey_version" in info else "Redis"
+    version = str(info.get("valkey_version") or info["redis_version"])
+    says = f"{name} {version} at {address_of(url)}"
+    numbers = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
+    if numbers < _OLDEST:
+        return Finding(Level.PROBLEM, "server", says, "upgrade it to 6.2 or later")
+    return Finding(Level.OK, "server", says)
+
+
+async def _settings(connection: Connection, info: Mapping[str, Any]) -> list[Finding]:
+    try:
+        appendonly = await _setting(connection, "appendonly")
+        appendfsync = await _setting(connection, "appendfsync")
+        policy = await _setting(connection, "maxmemory-policy")
+    except ServerUnavailable as error:
+        if error.transient:
+            raise
+        says = "its settings cannot be read; see to appendonly, appendfsync and maxmemory-policy"
+        return [Finding(Level.WARNING, "durability", says)]
+    return [_durability(appendonly, appendfsync, info), _memory(policy, info)]
+
+
+async def _setting(connection: Connection, name: str) -> str:
+    reply = await connection.call("CONFIG", "GET", name)
+    # A list or a map, by the version of the protocol.
+    value: bytes | str = reply[1] if isinstance(reply, list) else next(iter(reply.values()))
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def _durability(appendonly: str, appendfsync: str, info: Mapping[str, Any]) -> Finding:
+    says = f"appendonly {appendonly}, appendfsync {appendfsync}"
+    if appendonly != "yes":
+        return Finding(
+            Level.PROBLEM,
+            "durability",
+            f"{says}: a crash of the server loses jobs",
+            "redis-cli CONFIG SET appendonly yes   and write it into redis.conf",
+        )
+    if info.get("aof_last_write_status", "ok") != "ok":
+        says = f"{says}, and its last write failed"
+        return Finding(Level.PROBLEM, "durability", says, "look at its disk and its log")
+    if appendfsync != "always":
+        return Finding(
+            Level.WARNING,
+            "durability",
+            f"{says}: a power loss may lose the last seconds",
+            "redis-cli CONFIG SET appendfsync always   or submit with wait_fsync",
+        )
+    return Finding(Level.OK, "durability", says)
+
+
+def _memory(policy: str, info: Mapping[str, Any]) -> Finding:
+    used, most = int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))
+    bound = f" of {most >> 20}" if most else ""
+    says = f"{used >> 20}{bound} MiB used, maxmemory-policy {policy}"
+    if policy != "noeviction":
+        return Finding(
+            Level.PROBLEM,
+            "memory",
+            f"{says}: it may throw jobs away",
+            "redis-cli CONFIG SET maxmemory-policy noeviction   and write it into redis.conf",
+        )
+    if most and used > 0.9 * most:
+        fix = "raise maxmemory, or delete old jobs: tenuto list"
+        return Finding(Level.WARNING, "memory", f"{says}: submits will soon be refused", fix)
+    return Finding(Level.OK, "memory", says)
+
+
+async def _namespace(connection: Connection, keys: Keys) -> Finding:
+    found = await connection.call("GET", keys.namespace_id())
+    says = f"{keys.namespace} has no id yet: no worker ever ran on it"
+    if found is not None:
+        says = f"{keys.namespace} has id {found.decode()}"
+    return Finding(Level.OK, "namespace", says)
+
+
+async def _workers(connection: Connection, keys: Keys) -> list[WorkerInfo]:
+    seconds, _ = await connection.call("TIME")
+    entries = await connection.call("HGETALL", keys.workers())
+    known = [unpack_worker(name.decode(), value) for name, value in sorted(entries.items())]
+    return [each for each in known if int(seconds) - each.seen_at <= ALIVE_S]
+
+
+def _worker_findings(workers: list[WorkerInfo]) -> Iterator[Finding]:
+    if not workers:
+        fix = "tenuto worker --model NAME=PATH_OR_REPO"
+        yield Finding(Level.WARNING, "workers", "none is alive; jobs wait", fix)
+    for worker in workers:
+        device = f" on {worker.device}" if worker.device else ""
+        yield Finding(
+            Level.OK,
+            "worker",
+            f"{worker.name}{device}: {', '.join(worker.models)}; "
+            f"{worker.running} of {worker.slots} slots in use",
+        )
+
+
+async def _queues(connection: Connection, keys: Keys, workers: list[WorkerInfo]) -> list[Finding]:
+    served = {model for worker in workers for model in worker.models}
+    findings = []
+    for name in sorted(await connection.call("HKEYS", keys.models())):
+        model = name.decode()
+        lanes = await connection.call("ZRANGE", keys.queue(model), 0, -1)
+        lengths = await connection.pipeline(
+            [("ZCARD", keys.lane(model, lane.decode())) for lane in lanes]
+        )
+        if not (queued := sum(lengths)):
+            continue
+        if model in served:
+            findings.append(Finding(Level.OK, "queue", f"{model}: {queued} jobs wait"))
+        else:
+            says = f"{model}: {queued} jobs wait, and no worker serves it"
+            fix = f"tenuto worker --model {model}=PATH_OR_REPO"
+            findings.append(Finding(Level.PROBLEM, "queue", says, fix))
+    return findings
+
+
+async def _running(connection: Connection, keys: Keys, workers: list[WorkerInfo]) -> list[Finding]:
+    ids = [i.decode() for i in await connection.call("ZRANGE", keys.running(), 0, _MOST_RUNNING)]
+    leases = await connection.pipeline([("EXISTS", keys.lease(job_id)) for job_id in ids])
+    lost = [job_id for job_id, has_lease in zip(ids, leases, strict=True) if not has_lease]
+    if not lost:
+        return [Finding(Level.OK, "jobs", f"{len(ids)} run")]
+    says = f"{len(lost)} of {len(ids)} running jobs have no lease: {', '.join(lost[:3])}"
+    if workers:
+        return [Finding(Level.WARNING, "jobs", f"{says}; a worker will take them over")]
+    fix = "tenuto worker --model NAME=PATH_OR_REPO   takes them over"
+    return [Finding(Level.PROBLEM, "jobs", says, fix)]
