@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tenuto_engine._errors import ResumeMismatch as ResumeMismatch
     from tenuto_engine._errors import UnsupportedCache as UnsupportedCache
     from tenuto_engine._generation import Generation as Generation
+    from tenuto_engine._geometry import Geometry as Geometry
     from tenuto_engine._options import GenerationOptions as GenerationOptions
     from tenuto_engine._options import PendingLogprobs as PendingLogprobs
     from tenuto_engine._resume import resume_options as resume_options
@@ -44,7 +45,15 @@ if TYPE_CHECKING:
     from tenuto_engine._sequence import Sequence as Sequence
     from tenuto_engine._sequence import SequenceState as SequenceState
     from tenuto_engine._sequence import TokenEvent as TokenEvent
+    from tenuto_engine._store import CheckpointStore as CheckpointStore
+    from tenuto_engine._store import StoredCheckpoint as StoredCheckpoint
+    from tenuto_engine._store import StoredJob as StoredJob
+    from tenuto_engine._store import VerifyReport as VerifyReport
+    from tenuto_engine._store import job_folder as job_folder
+    from tenuto_engine._store import list_jobs as list_jobs
+    from tenuto_engine._store import verify as verify
     from tenuto_engine._token import Token as Token
+    from tenuto_engine._writer import CheckpointWriter as CheckpointWriter
 
 _HOMES = {
     "_caches": ["CacheState"],
@@ -65,10 +74,21 @@ _HOMES = {
         "UnsupportedCache",
     ],
     "_generation": ["Generation"],
+    "_geometry": ["Geometry"],
     "_options": ["GenerationOptions", "PendingLogprobs"],
     "_resume": ["resume_options"],
     "_sequence": ["GenerationStats", "Sequence", "SequenceState", "TokenEvent"],
+    "_store": [
+        "CheckpointStore",
+        "StoredCheckpoint",
+        "StoredJob",
+        "VerifyReport",
+        "job_folder",
+        "list_jobs",
+        "verify",
+    ],
     "_token": ["Token"],
+    "_writer": ["CheckpointWriter"],
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

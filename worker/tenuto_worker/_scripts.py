@@ -2,18 +2,21 @@
 
 Each is one atomic step in Redis. Those that act for an attempt take its `Fence` and do nothing when
 the attempt is no longer the current one. The calls block: the worker's own threads make them.
+
+A script can be run by itself (`JobScripts.publish(...)`), or described by a `Call`, so that the
+calls of many jobs share one round trip (`JobScripts.run_all`).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, cast
+from typing import Any, Generic, TypeVar, cast
 
 import redis
-from redis.commands.core import Script
+from redis.exceptions import NoScriptError
 
 from tenuto_client import Keys, Token, pack_tokens, script_source, ticket_payload
 
@@ -29,6 +32,9 @@ _NAMES = (
     "expire",
     "mend_tickets",
 )
+
+T = TypeVar("T")
+Argument = str | bytes | int | float
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,21 +92,119 @@ class Renewed:
     deadline_passed: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """One run of a script that is still to be made."""
+
+    script: str
+    arguments: tuple[Argument, ...]
+    read: Callable[[Any], T]
+
+
+def publish_call(fence: Fence, tokens: Sequence[Token]) -> Call[Published]:
+    """Append tokens of consecutive indexes to the job's stream."""
+    span = (tokens[0].index, tokens[-1].index)
+    return Call("publish", (*_fence(fence), *span, pack_tokens(tokens)), _published)
+
+
+def renew_call(
+    fence: Fence, *, holder: str, lease_ms: int, phase: str, done: int, total: int
+) -> Call[Renewed]:
+    """Keep the lease of a running attempt and tell how far it is."""
+    return Call("renew", (*_fence(fence), holder, lease_ms, phase, done, total), _renewed)
+
+
+def bind_call(
+    fence: Fence,
+    *,
+    prompt_ids: bytes,
+    prompt_tokens: int,
+    fingerprint: str,
+    geometry: bytes,
+    reach: str,
+    exactness: str,
+    exactness_reason: str | None,
+) -> Call[str]:
+    """Store what the claim settled. Answers `ok` or `fenced`."""
+    settled = (prompt_ids, prompt_tokens, fingerprint, geometry, reach)
+    label = (exactness, exactness_reason or "")
+    return Call("bind", (*_fence(fence), *settled, *label), _word)
+
+
+def finish_call(
+    fence: Fence,
+    *,
+    state: str,
+    finish_reason: str | None = None,
+    text: str = "",
+    error: str = "",
+    exactness: str = "exact",
+    exactness_reason: str | None = None,
+) -> Call[str]:
+    """End the job. Answers `ok`, `fenced`, or `requeued` when a resume overtook the cancel."""
+    end = (state, finish_reason or "", text, error)
+    return Call("finish", (*_fence(fence), *end, exactness, exactness_reason or ""), _word)
+
+
+def release_call(fence: Fence, reason: str, error: str = "") -> Call[str]:
+    """Hand the job back. Answers `fenced` or the state that it is in now."""
+    return Call("release", (*_fence(fence), reason, error), _word)
+
+
+def reap_call(job_id: str) -> Call[str]:
+    """Requeue a running job without a lease. Answers `alive` or the state it is in now."""
+    return Call("reap", (job_id,), _word)
+
+
+def take_back_call(job_id: str, holder: str) -> Call[str]:
+    """Requeue a running job of this holder's dead predecessor; `foreign` if it is not its."""
+    return Call("take_back", (job_id, holder), _word)
+
+
 class JobScripts:
-    """The scripts over one blocking connection pool and one namespace."""
+    """The scripts over one blocking client and one namespace."""
 
     def __init__(self, client: redis.Redis, keys: Keys) -> None:
+        self._client = client
         self._keys = keys
-        self._scripts: dict[str, Script] = {
+        self._scripts = {
             name: client.register_script(script_source("tenuto_worker", name)) for name in _NAMES
         }
 
-    def _call(self, name: str, *args: str | bytes | int | float) -> Any:
-        payload = ticket_payload(int(time.time() * 1000))
-        return self._scripts[name](args=[self._keys.namespace, payload, *args])
+    def run(self, call: Call[T]) -> T:
+        """Run one script."""
+        return self.run_all([call])[0]
 
-    def _word(self, name: str, *args: str | bytes | int | float) -> str:
-        return cast(bytes, self._call(name, *args)).decode()
+    def run_all(self, calls: Sequence[Call[T]]) -> list[T]:
+        """Run scripts in order, in one round trip, and return their answers.
+
+        Raises the first error among the answers, after all were run: each of these scripts may be
+        run again when its answer was lost.
+        """
+        replies: list[Any] = self._send(calls)
+        # A server that was restarted, or replaced by another, knows no scripts.
+        missing = [n for n, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
+        if missing:
+            self._load({calls[n].script for n in missing})
+            for n, reply in zip(missing, self._send([calls[n] for n in missing]), strict=True):
+                replies[n] = reply
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+        return [call.read(reply) for call, reply in zip(calls, replies, strict=True)]
+
+    def _send(self, calls: Sequence[Call[T]]) -> list[Any]:
+        payload = ticket_payload(int(time.time() * 1000))
+        with self._client.pipeline(transaction=False) as pipe:
+            for call in calls:
+                sha = self._scripts[call.script].sha
+                arguments = (self._keys.namespace, payload, *call.arguments)
+                pipe.evalsha(sha, 0, *cast(tuple[str, ...], arguments))
+            return pipe.execute(raise_on_error=False)
+
+    def _load(self, names: set[str]) -> None:
+        for name in names:
+            self._client.script_load(self._scripts[name].script)
 
     def claim(
         self,
@@ -118,18 +222,9 @@ class JobScripts:
 
         `again` says that a call with this nonce was made before and its answer lost.
         """
-        reply = self._call(
-            "claim",
-            model,
-            holder,
-            nonce,
-            fingerprint,
-            reach,
-            lease_ms,
-            exact_wait_s,
-            int(again),
-        )
-        return _claim(dict(zip(reply[::2], reply[1::2], strict=True))) if reply else None
+        own = (holder, nonce, fingerprint, reach)
+        terms = (lease_ms, exact_wait_s, int(again))
+        return self.run(Call("claim", (model, *own, *terms), _claim))
 
     def bind(
         self,
@@ -144,37 +239,30 @@ class JobScripts:
         exactness_reason: str | None,
     ) -> bool:
         """Store what the claim settled. False when the attempt is fenced."""
-        return (
-            self._word(
-                "bind",
-                *_fence(fence),
-                prompt_ids,
-                prompt_tokens,
-                fingerprint,
-                geometry,
-                reach,
-                exactness,
-                exactness_reason or "",
-            )
-            == "ok"
+        call = bind_call(
+            fence,
+            prompt_ids=prompt_ids,
+            prompt_tokens=prompt_tokens,
+            fingerprint=fingerprint,
+            geometry=geometry,
+            reach=reach,
+            exactness=exactness,
+            exactness_reason=exactness_reason,
         )
+        return self.run(call) == "ok"
 
     def publish(self, fence: Fence, tokens: Sequence[Token]) -> Published:
         """Append tokens of consecutive indexes to the job's stream."""
-        first, last = tokens[0].index, tokens[-1].index
-        status, count, cancel = self._call(
-            "publish", *_fence(fence), first, last, pack_tokens(tokens)
-        )
-        return Published(PublishStatus(status.decode()), count, bool(cancel))
+        return self.run(publish_call(fence, tokens))
 
     def renew(
         self, fence: Fence, *, holder: str, lease_ms: int, phase: str, done: int, total: int
     ) -> Renewed:
         """Keep the lease of a running attempt and tell how far it is."""
-        word, cancel, late = self._call(
-            "renew", *_fence(fence), holder, lease_ms, phase, done, total
+        call = renew_call(
+            fence, holder=holder, lease_ms=lease_ms, phase=phase, done=done, total=total
         )
-        return Renewed(word == b"fenced", bool(cancel), bool(late))
+        return self.run(call)
 
     def finish(
         self,
@@ -188,43 +276,65 @@ class JobScripts:
         exactness_reason: str | None = None,
     ) -> str:
         """End the job. Returns `ok`, `fenced`, or `requeued` when a resume overtook the cancel."""
-        return self._word(
-            "finish",
-            *_fence(fence),
-            state,
-            finish_reason or "",
-            text,
-            error,
-            exactness,
-            exactness_reason or "",
+        call = finish_call(
+            fence,
+            state=state,
+            finish_reason=finish_reason,
+            text=text,
+            error=error,
+            exactness=exactness,
+            exactness_reason=exactness_reason,
         )
+        return self.run(call)
 
     def release(self, fence: Fence, reason: str, error: str = "") -> str:
         """Hand the job back. Returns `fenced` or the state that it is in now."""
-        return self._word("release", *_fence(fence), reason, error)
+        return self.run(release_call(fence, reason, error))
 
     def reap(self, job_id: str) -> str:
         """Requeue a running job without a lease. Returns `alive` or the state it is in now."""
-        return self._word("reap", job_id)
+        return self.run(reap_call(job_id))
 
     def take_back(self, job_id: str, holder: str) -> str:
         """Requeue a running job of this holder's dead predecessor; `foreign` if it is not its."""
-        return self._word("take_back", job_id, holder)
+        return self.run(take_back_call(job_id, holder))
 
     def expire(self, limit: int = 100) -> list[str]:
         """Remove ended jobs whose retention is over; returns their ids."""
-        return [job.decode() for job in self._call("expire", limit)]
+        return self.run(Call("expire", (limit,), _ids))
 
     def mend_tickets(self, model: str) -> int:
         """Give every queued job a ticket again; returns how many were missing."""
-        return int(self._call("mend_tickets", model))
+        return self.run(Call("mend_tickets", (model,), int))
 
 
 def _fence(fence: Fence) -> tuple[str, int, str]:
     return fence.job_id, fence.epoch, fence.nonce
 
 
-def _claim(fields: dict[bytes, bytes]) -> Claim:
+def _word(reply: bytes) -> str:
+    return reply.decode()
+
+
+def _ids(reply: list[bytes]) -> list[str]:
+    return [each.decode() for each in reply]
+
+
+def _published(reply: list[Any]) -> Published:
+    status, count, cancel = reply
+    return Published(PublishStatus(status.decode()), count, bool(cancel))
+
+
+def _renewed(reply: list[Any]) -> Renewed:
+    word, cancel, late = reply
+    return Renewed(word == b"fenced", bool(cancel), bool(late))
+
+
+def _claim(reply: list[bytes]) -> Claim | None:
+    if not reply:
+        return None
+    fields = dict(zip(reply[::2], reply[1::2], strict=True))
+
     def text(name: bytes) -> str | None:
         value = fields.get(name)
         return None if value is None else value.decode()

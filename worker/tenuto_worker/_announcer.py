@@ -1,0 +1,143 @@
+"""`Announcer`: what this worker says of itself and its models in Redis."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import redis
+
+from tenuto_client import (
+    Keys,
+    ModelInfo,
+    ProtocolError,
+    WorkerInfo,
+    pack_announcement,
+    unpack_worker,
+)
+
+from ._identity import Identity
+from ._logging import get_log
+from ._redis import namespace_id
+from ._run import Runs
+from ._settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from tenuto_engine import Engine
+
+_FORGET_S = 24 * 3600.0
+
+
+class Namespace:
+    """The id of the data set in Redis, as this worker last saw it.
+
+    It is drawn by whoever comes first. When Redis was emptied it gets a new one, so that
+    checkpoints of the old data are not mistaken for leftovers.
+    """
+
+    def __init__(self, client: redis.Redis, keys: Keys, drawn: str) -> None:
+        self._client = client
+        self._keys = keys
+        self._drawn = drawn
+        self.id = ""
+
+    def refresh(self) -> str:
+        """Read the id, or write ours where there is none."""
+        found = namespace_id(self._client, self._keys, self._drawn)
+        if self.id and found != self.id:
+            get_log().warning("redis has another data set now", was=self.id, now=found)
+        self.id = found
+        return found
+
+
+class Announcer:
+    """Writes the hashes `models` and `workers`."""
+
+    def __init__(
+        self,
+        client: redis.Redis,
+        keys: Keys,
+        settings: WorkerSettings,
+        identity: Identity,
+        runs: Runs,
+        namespace: Namespace,
+    ) -> None:
+        self._client = client
+        self._keys = keys
+        self._settings = settings
+        self._identity = identity
+        self._runs = runs
+        self._namespace = namespace
+        self._models: dict[str, ModelInfo] = {}
+        self._device = ""
+        self._started_at = 0.0
+
+    def describe(self, engines: Mapping[str, Engine]) -> None:
+        """Learn what is to be said of the models. Call it on the decode thread."""
+        for name, engine in engines.items():
+            geometry = engine.geometry
+            self._device = geometry.device_name or geometry.device_kind
+            self._models[name] = ModelInfo(
+                name=name,
+                context_length=engine.context_length,
+                vocab_size=engine.vocab_size,
+                fingerprint=geometry.fingerprint,
+                announced_at=0.0,
+            )
+
+    def announce(self) -> None:
+        """Say it, and forget workers that have been silent for a day."""
+        self._namespace.refresh()
+        now = self._now()
+        self._started_at = self._started_at or now
+        with self._client.pipeline(transaction=False) as pipe:
+            for name, info in self._models.items():
+                said = ModelInfo(
+                    name=name,
+                    context_length=info.context_length,
+                    vocab_size=info.vocab_size,
+                    fingerprint=info.fingerprint,
+                    announced_at=now,
+                )
+                pipe.hset(self._keys.models(), mapping={name: pack_announcement(said)})
+            me = self._me(now)
+            pipe.hset(self._keys.workers(), mapping={me.name: pack_announcement(me)})
+            pipe.hgetall(self._keys.workers())
+            *_, workers = pipe.execute()
+        self._forget(workers, now)
+
+    def retract(self) -> None:
+        """This worker is going; its models stay known."""
+        self._client.hdel(self._keys.workers(), self._identity.name)
+
+    def _me(self, now: float) -> WorkerInfo:
+        return WorkerInfo(
+            name=self._identity.name,
+            models=tuple(self._models),
+            slots=self._settings.slots * len(self._models),
+            running=len(self._runs.all()),
+            started_at=self._started_at,
+            seen_at=now,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            device=self._device,
+            data_dir=self._identity.reach,
+            version=version("tenuto-worker"),
+        )
+
+    def _forget(self, workers: Mapping[bytes, bytes], now: float) -> None:
+        for name, packed in workers.items():
+            try:
+                seen = unpack_worker(name.decode(), packed).seen_at
+            except ProtocolError:
+                continue
+            if now - seen > _FORGET_S:
+                self._client.hdel(self._keys.workers(), name.decode())
+
+    def _now(self) -> float:
+        reply: Any = self._client.time()
+        seconds, micros = reply
+        return float(seconds) + float(micros) / 1e6

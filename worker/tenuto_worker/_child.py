@@ -1,0 +1,206 @@
+"""`Child`: the process that does the work. It builds the rooms, starts and stops them in order.
+
+Run by the supervisor as `python -m tenuto_worker._child`. Its first line on stdin is a `Brief`;
+after that, the end of stdin means that the supervisor is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, NoReturn, Self
+
+from ._errors import EXIT_BROKEN, StartError
+from ._identity import Identity
+from ._logging import get_log, redacted, set_up_logging
+from ._redis import Outage, Patience, connect, reach, reviver, weaknesses
+from ._settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from ._rooms import Rooms
+
+# MLX's cuDNN attention depends on more than its inputs, so two runs would differ in bits.
+MLX_ENVIRONMENT = {"MLX_CUDA_USE_CUDNN_SDPA": "0"}
+
+_WATCH_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Brief:
+    """What the supervisor tells its child.
+
+    Attributes:
+        settings: as JSON.
+        identity: the worker's name, and the lock that the child inherits.
+        first: no child of this supervisor has run before, so Redis must be there now.
+    """
+
+    settings: str
+    identity: Identity
+    first: bool
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> Self:
+        values = json.loads(line)
+        return cls(values["settings"], Identity(**values["identity"]), values["first"])
+
+
+class Child:
+    """One incarnation of a worker."""
+
+    def __init__(self, settings: WorkerSettings, identity: Identity, *, first: bool) -> None:
+        self._settings = settings
+        self._identity = identity
+        self._first = first
+        self._log = get_log()
+        self._outage = Outage(reviver(settings.data_dir) if settings.embedded else None)
+        self._patience = Patience(self._outage)
+        self._draining = asyncio.Event()
+        self._serving = False
+
+    async def main(self) -> int:
+        """Work until asked to stop; returns the exit code.
+
+        Raises:
+            StartError: it cannot start, and starting again would not help.
+        """
+        self._listen_for_the_end()
+        await asyncio.to_thread(self._reach_redis)
+        # Not before: this imports what reads MLX's environment.
+        from ._rooms import Rooms
+
+        rooms = Rooms(self._settings, self._identity, self._outage, self._patience)
+        await asyncio.to_thread(rooms.take_back)
+        await self._load(rooms)
+        await asyncio.to_thread(rooms.open)
+        self._serving = True
+        for name, body in rooms.threads().items():
+            self._start_thread(name, body)
+        tickets = asyncio.create_task(rooms.tickets.serve())
+        self._log.info("worker ready", models=list(self._settings.models), pid=os.getpid())
+        await self._watch(rooms, tickets)
+        tickets.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await tickets
+        await asyncio.to_thread(rooms.drain)
+        self._log.info("worker ended")
+        return 0
+
+    def _reach_redis(self) -> None:
+        client = connect(self._settings.redis_url)
+        if self._first:
+            reach(client, self._settings.redis_url)
+        else:
+            self._patience(client.ping, until=lambda: False, beat=lambda: None)
+        for weakness in weaknesses(client):
+            self._log.warning("redis may lose jobs", setting=weakness)
+        client.close()
+
+    async def _load(self, rooms: Rooms) -> None:
+        loop = asyncio.get_running_loop()
+        loaded: asyncio.Future[None] = loop.create_future()
+
+        def body() -> None:
+            try:
+                rooms.load()
+            except StartError as error:
+                loop.call_soon_threadsafe(loaded.set_exception, error)
+                return
+            loop.call_soon_threadsafe(loaded.set_result, None)
+            rooms.decoder.run()
+
+        self._start_thread("decode", body)
+        await loaded
+
+    async def _watch(self, rooms: Rooms, tickets: asyncio.Task[None]) -> None:
+        """Until a drain is asked for. What must not go unnoticed ends the process."""
+        while not self._draining.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._draining.wait(), _WATCH_S)
+            if stuck := rooms.stuck_for():
+                self._log.critical("decode thread stuck", seconds=round(stuck, 1))
+                leave(EXIT_BROKEN)
+            if tickets.done():
+                self._log.critical("thread died", thread="tickets", exc_info=tickets.exception())
+                leave(EXIT_BROKEN)
+
+    # -- the end -----------------------------------------------------------------------
+
+    def _listen_for_the_end(self) -> None:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop, number.name, 128 + number)
+
+        def wait_for_supervisor() -> None:
+            while sys.stdin.readline():
+                pass
+            loop.call_soon_threadsafe(self._stop, "supervisor gone", EXIT_BROKEN)
+
+        self._start_thread("supervisor", wait_for_supervisor)
+
+    def _stop(self, why: str, code_if_again: int) -> None:
+        if self._draining.is_set():
+            self._log.warning("worker ends at once", why=why)
+            leave(code_if_again)
+        self._log.info("worker drains", why=why)
+        self._draining.set()
+        if not self._serving:
+            # Nothing was claimed yet, and loading a model cannot be interrupted.
+            leave(0)
+
+    def _start_thread(self, name: str, body: Callable[[], None]) -> None:
+        """Run `body` on a thread; an error that nobody expected ends the process."""
+
+        def guarded() -> None:
+            try:
+                body()
+            except BaseException:  # noqa: BLE001 - whatever it is, nobody may think we are well
+                self._log.critical("thread died", thread=name, exc_info=True)
+                leave(EXIT_BROKEN)
+
+        threading.Thread(target=guarded, name=name, daemon=True).start()
+
+
+def leave(code: int) -> NoReturn:
+    """End the process now. Threads may hang in a call, so the interpreter's own end might too."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+def main() -> NoReturn:
+    """The body of the child process."""
+    brief = Brief.from_json(sys.stdin.readline())
+    os.environ.update(MLX_ENVIRONMENT)
+    settings = WorkerSettings.from_json(brief.settings)
+    set_up_logging(settings.log_format, brief.identity.name)
+    log = get_log()
+    # Whatever this process starts (the embedded server) must not keep the worker's name taken.
+    os.set_inheritable(brief.identity.lock, False)
+    if not brief.identity.holds_lock():
+        log.critical("worker lock not held")
+        leave(EXIT_BROKEN)
+    log.info("worker starting", redis=redacted(settings.redis_url), data_dir=str(settings.data_dir))
+    try:
+        leave(asyncio.run(Child(settings, brief.identity, first=brief.first).main()))
+    except StartError as error:
+        log.critical("worker cannot start", error=str(error))
+        leave(error.exit_code)
+    except Exception:
+        log.critical("worker broke", exc_info=True)
+        leave(EXIT_BROKEN)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""`Claimer`: takes jobs whenever a slot is free."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import redis
+
+from ._redis import Backoff, Outage, is_outage
+from ._run import Run, Runs
+from ._scripts import Claim, JobScripts
+from ._settings import WorkerSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model that this worker serves, as the queue needs to know it."""
+
+    name: str
+    fingerprint: str
+    slots: int
+
+
+class Claimer:
+    """Claims on a thread of its own: when poked, and once in a while.
+
+    Args:
+        served: the models, by name.
+        holder, reach: this worker's name, and the id of its data dir.
+        on_claim: takes each new run, which stands among the runs already.
+    """
+
+    def __init__(
+        self,
+        scripts: JobScripts,
+        runs: Runs,
+        settings: WorkerSettings,
+        outage: Outage,
+        *,
+        served: Mapping[str, Served],
+        holder: str,
+        reach: str,
+        on_claim: Callable[[Run], object],
+    ) -> None:
+        self._scripts = scripts
+        self._runs = runs
+        self._settings = settings
+        self._outage = outage
+        self._served = served
+        self._holder = holder
+        self._reach = reach
+        self._on_claim = on_claim
+        self._changed = threading.Condition()
+        self._poked = False
+        self._stopping = False
+        self._ended = threading.Event()
+
+    def poke(self) -> None:
+        """There may be a job, or a slot."""
+        with self._changed:
+            self._poked = True
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """Claim nothing more."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+
+    def wait_ended(self, timeout: float) -> bool:
+        """After `stop`: whether the last claim is settled, so that no run will come any more."""
+        return self._ended.wait(timeout)
+
+    def has_slot(self, model: str) -> bool:
+        """Whether a job of the model could be taken now."""
+        return not self._stopping and self._runs.of_model(model) < self._served[model].slots
+
+    def run(self) -> None:
+        """The body of the thread."""
+        while not self._stopping:
+            for model in self._served:
+                while self.has_slot(model) and self._claim_one(model):
+                    pass
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._poked or self._stopping, self._settings.poll_seconds
+                )
+                self._poked = False
+        self._ended.set()
+
+    def _claim_one(self, model: str) -> bool:
+        claim = self._claim(model)
+        if claim is None:
+            return False
+        run = Run(claim)
+        run.log.info("job claimed", model=model, attempt=claim.attempts, tokens=claim.tokens)
+        self._runs.add(run)
+        self._on_claim(run)
+        return True
+
+    def _claim(self, model: str) -> Claim | None:
+        """Ask until Redis answers. A claim may have happened though its answer was lost."""
+        nonce = secrets.token_hex(8)
+        backoff = Backoff()
+        again = False
+        while True:
+            try:
+                claim = self._ask(model, nonce, again=again)
+            except (redis.RedisError, OSError) as error:
+                if not is_outage(error):
+                    raise
+                self._outage.began(error)
+            else:
+                self._outage.ended()
+                return claim
+            if self._stopping:
+                return None
+            again = True
+            time.sleep(backoff.pause())
+
+    def _ask(self, model: str, nonce: str, *, again: bool) -> Claim | None:
+        return self._scripts.claim(
+            model,
+            holder=self._holder,
+            nonce=nonce,
+            fingerprint=self._served[model].fingerprint,
+            reach=self._reach,
+            lease_ms=self._settings.lease_ms,
+            exact_wait_s=self._settings.exact_wait_seconds,
+            again=again,
+        )

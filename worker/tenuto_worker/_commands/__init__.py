@@ -1,0 +1,1 @@
+"""What this distribution adds to the `tenuto` command."""

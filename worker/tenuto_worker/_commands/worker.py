@@ -1,0 +1,158 @@
+"""`tenuto worker`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from tenuto_client import Settings
+from tenuto_worker._errors import ConfigError, StartError
+from tenuto_worker._settings import WorkerSettings
+
+HELP = "take queued jobs of some models and decode them"
+JSON = False
+
+
+_DESCRIPTION = """\
+Take queued jobs, decode them with MLX, publish every token, and keep checkpoints, so that a job
+goes on where it was, bit for bit, after anything: this process may be killed at any moment.
+
+A parent process stays small and starts the real worker again when it dies. The first SIGTERM or
+Ctrl-C hands all running jobs back within the grace time; a second one ends at once. Nothing is
+lost either way.
+"""
+_EPILOG = """\
+examples:
+  tenuto worker --model smollm2=/models/SmolLM2-135M-Instruct
+  tenuto worker --model small=/models/a --model large=org/repo --slots 4 --redis redis://db:6379
+
+Each flag can also be set as TENUTO_<FLAG>, such as TENUTO_SLOTS=4 or
+TENUTO_MODEL="a=/models/a b=/models/b".
+
+exit codes: 0 ended by a signal, 2 a flag, model or folder is wrong, 3 no Redis at the start
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Knob:
+    """A flag of one value; `name` is the attribute of `WorkerSettings`."""
+
+    flag: str
+    name: str
+    kind: Callable[[str], Any]
+    metavar: str
+    help: str
+
+
+_KNOBS: Final = (
+    _Knob("--slots", "slots", int, "N", "jobs of a model at once (1)"),
+    _Knob("--checkpoint-every", "checkpoint_every_tokens", int, "N", "tokens (256)"),
+    _Knob("--checkpoint-seconds", "checkpoint_every_seconds", float, "S", "or seconds (2)"),
+    _Knob("--chunk-size", "chunk_size", int, "N", "prefill chunk (512 on a GPU, 32 on a CPU)"),
+    _Knob(
+        "--lease-seconds",
+        "lease_seconds",
+        float,
+        "S",
+        "patience with a silent worker (10)",
+    ),
+    _Knob("--exact-wait", "exact_wait_seconds", float, "S", "for a worker of equal geometry (30)"),
+    _Knob("--grace-seconds", "grace_seconds", float, "S", "how long a drain may take (30)"),
+    _Knob("--max-unsent-tokens", "max_unsent_tokens", int, "N", "decode ahead of Redis (4096)"),
+    _Knob("--log-format", "log_format", str, "auto|json|pretty", "pretty on a terminal (auto)"),
+)
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments."""
+    parser.description = _DESCRIPTION
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument(
+        "--model",
+        action="append",
+        metavar="NAME=PATH_OR_REPO",
+        help="serve the model of this folder or hub repository under a name; may be repeated",
+    )
+    for knob in _KNOBS:
+        parser.add_argument(
+            knob.flag, dest=knob.name, type=knob.kind, metavar=knob.metavar, help=knob.help
+        )
+
+
+def run(args: argparse.Namespace, settings: Settings) -> int:
+    """Work until a signal; returns the exit code."""
+    from tenuto_worker._identity import take_identity
+    from tenuto_worker._logging import set_up_logging
+    from tenuto_worker._supervisor import Supervisor
+
+    try:
+        # First what is wrong with the flags, before a folder is made or a server started.
+        values = _values(args, os.environ)
+        WorkerSettings(redis_url="", data_dir=settings.data_dir, **values)
+        identity = take_identity(settings.data_dir)
+        url, embedded = _redis(settings)
+        worker = WorkerSettings(
+            redis_url=url,
+            embedded=embedded,
+            data_dir=settings.data_dir,
+            namespace=settings.namespace,
+            **values,
+        )
+    except StartError as error:
+        print(f"tenuto worker: {error}", file=sys.stderr)  # noqa: T201
+        return error.exit_code
+    set_up_logging(worker.log_format, identity.name)
+    return Supervisor(worker, identity).run()
+
+
+def _redis(settings: Settings) -> tuple[str, bool]:
+    if settings.redis_url is not None:
+        return settings.redis_url, False
+    from tenuto_client._server import ensure_server
+
+    return ensure_server(settings.data_dir), True
+
+
+def _values(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, Any]:
+    given = args.model or environ.get("TENUTO_MODEL", "").split()
+    values: dict[str, Any] = {"models": models(given)}
+    for knob in _KNOBS:
+        value = getattr(args, knob.name)
+        if value is None:
+            value = _from_environment(knob, environ)
+        if value is not None:
+            values[knob.name] = value
+    return values
+
+
+def _from_environment(knob: _Knob, environ: Mapping[str, str]) -> Any:
+    variable = "TENUTO_" + knob.flag.lstrip("-").upper().replace("-", "_")
+    text = environ.get(variable)
+    if not text:
+        return None
+    try:
+        return knob.kind(text)
+    except ValueError:
+        raise ConfigError(variable, f"{text!r} is not a {knob.kind.__name__}") from None
+
+
+def models(given: list[str]) -> dict[str, str]:
+    """Name -> path or repository of each `NAME=PATH_OR_REPO`.
+
+    Raises:
+        ConfigError: one is malformed, or a name is given twice.
+    """
+    found: dict[str, str] = {}
+    for text in given:
+        name, _, path = text.partition("=")
+        if not name or not path:
+            raise ConfigError("--model", f"{text!r} is not NAME=PATH_OR_REPO")
+        if name in found:
+            raise ConfigError("--model", f"{name!r} is given twice")
+        found[name] = path
+    return found

@@ -1,0 +1,300 @@
+"""`DecodeThread`: owns the engines, steps them and hands out tokens. All MLX work is here."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from tenuto_client import Token
+
+from ._errors import ConfigError
+from ._logging import get_log
+from ._preparer import Plan
+from ._publisher import Publisher
+from ._run import End, EndKind, Phase, Run, Runs, Stop, end_of
+from ._settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from tenuto_engine import (
+        Checkpoint,
+        CheckpointStore,
+        CheckpointWriter,
+        Engine,
+        GenerationOptions,
+        Sequence,
+        TokenEvent,
+    )
+
+_IDLE_S = 1.0
+_PAUSED_S = 0.05
+
+
+@dataclass(slots=True)
+class _Row:
+    """A run that the engine has, and its engine's view of it."""
+
+    run: Run
+    sequence: Sequence
+    store: CheckpointStore
+    judged: bool = False
+
+
+@dataclass(slots=True)
+class Host:
+    """A model with its engine and the rows in it."""
+
+    name: str
+    engine: Engine
+    rows: list[_Row] = field(default_factory=list)
+
+
+class DecodeThread:
+    """One thread, because one thread owns the device.
+
+    Attributes:
+        hosts: the loaded models by name; complete once `load` has returned.
+        beat: when the thread was last seen alive, by the monotonic clock.
+    """
+
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        runs: Runs,
+        publisher: Publisher,
+        writer: CheckpointWriter,
+    ) -> None:
+        self._settings = settings
+        self._runs = runs
+        self._publisher = publisher
+        self._writer = writer
+        self._changed = threading.Condition()
+        self._inbox: list[Plan] = []
+        self._woken = False
+        self._paused = False
+        self._log = get_log()
+        self.hosts: dict[str, Host] = {}
+        self.beat = time.monotonic()
+
+    # -- from other threads ------------------------------------------------------------
+
+    def start(self, plan: Plan) -> None:
+        """Give a prepared run a row soon."""
+        with self._changed:
+            self._inbox.append(plan)
+            self._woken = True
+            self._changed.notify()
+
+    def wake(self) -> None:
+        """A run is to stop, or the publisher has room again."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify()
+
+    # -- the thread --------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Load the models.
+
+        Raises:
+            ConfigError: one cannot be loaded; the message names it and its path.
+        """
+        from tenuto_engine import Engine, EngineError
+
+        for name, path in self._settings.models.items():
+            self._log.info("model loading", model=name, path=path)
+            began = time.monotonic()
+            try:
+                engine = Engine.load(
+                    path,
+                    slots=self._settings.slots,
+                    chunk_size=self._settings.chunk_size,
+                    pipelined=self._settings.pipelined,
+                )
+                fingerprint = engine.geometry.fingerprint
+            except EngineError as error:
+                raise ConfigError(f"--model {name}", str(error)) from error
+            self.hosts[name] = Host(name, engine)
+            seconds = round(time.monotonic() - began, 2)
+            self._log.info("model loaded", model=name, fingerprint=fingerprint, seconds=seconds)
+
+    def run(self) -> None:
+        """The body of the thread, after `load`."""
+        while True:
+            self.turn()
+
+    def turn(self) -> None:
+        """One step of every engine with rows, or a wait for something to do."""
+        self.beat = time.monotonic()
+        self._admit()
+        for host in self.hosts.values():
+            self._obey(host)
+        busy = [host for host in self.hosts.values() if host.rows]
+        if not busy:
+            self._wait(_IDLE_S)
+        elif self._is_full():
+            self._wait(_PAUSED_S)
+        else:
+            for host in busy:
+                self._step(host)
+
+    def _wait(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._woken, seconds)
+            self._woken = False
+
+    def _is_full(self) -> bool:
+        """Whether Redis is so far behind that decoding has to wait for it."""
+        rows = [row for host in self.hosts.values() for row in host.rows]
+        full = any(row.run.unsent >= self._settings.max_unsent_tokens for row in rows)
+        if full != self._paused:
+            self._paused = full
+            self._log.warning("decoding paused" if full else "decoding goes on")
+        if full:
+            for row in rows:
+                row.run.alive()
+        return full
+
+    # -- joins and leaves --------------------------------------------------------------
+
+    def _admit(self) -> None:
+        with self._changed:
+            plans, self._inbox = self._inbox, []
+        for plan in plans:
+            if plan.run.stop is not None:
+                self._leave(plan.run, plan.run.stop)
+                continue
+            try:
+                self._seat(plan)
+            except Exception as error:  # noqa: BLE001 - one job's trouble; the others go on
+                self._refuse(plan.run, error)
+
+    def _seat(self, plan: Plan) -> None:
+        from tenuto_engine import EngineError
+
+        host = self.hosts[plan.run.model]
+        *checkpoints, replay = plan.roads
+        for road in checkpoints:
+            try:
+                self._add(host, plan, road)
+            except EngineError as error:
+                plan.run.log.warning("checkpoint not usable", error=str(error))
+            else:
+                return
+        self._add(host, plan, replay)
+
+    def _add(self, host: Host, plan: Plan, road: tuple[list[int], GenerationOptions]) -> None:
+        sequence = host.engine.add(*road)
+        row = _Row(plan.run, sequence, plan.store)
+        host.rows.append(row)
+        self._note(row)
+
+    def _refuse(self, run: Run, error: Exception) -> None:
+        from tenuto_engine import InvalidOption, PromptError
+
+        if isinstance(error, InvalidOption | PromptError):
+            self._publisher.end(run, End(EndKind.FAILED, error=str(error)))
+        else:
+            run.log.error("attempt failed", phase=run.phase.value, exc_info=error)
+            self._publisher.end(run, End(EndKind.RELEASED, "error", error=_describe(error)))
+
+    def _obey(self, host: Host) -> None:
+        for row in list(host.rows):
+            stop = row.run.stop
+            if stop is None:
+                continue
+            checkpoint = None if stop is Stop.FENCED else self._last_checkpoint(host, row)
+            host.engine.close(row.sequence)
+            host.rows.remove(row)
+            if checkpoint is None:
+                self._leave(row.run, stop)
+            else:
+                self._leave_saved(row, stop, checkpoint)
+
+    def _last_checkpoint(self, host: Host, row: _Row) -> Checkpoint | None:
+        try:
+            return host.engine.checkpoint(row.sequence)
+        except Exception:
+            row.run.log.exception("no final checkpoint")
+            return None
+
+    def _leave(self, run: Run, stop: Stop) -> None:
+        if stop is Stop.FENCED:
+            self._runs.remove(run)
+        else:
+            self._publisher.end(run, end_of(stop))
+
+    def _leave_saved(self, row: _Row, stop: Stop, checkpoint: Checkpoint) -> None:
+        """End a run once its last checkpoint is durable, so that whoever goes on finds it.
+
+        On a thread of its own: a disk may be slow, and neither decoding nor publishing waits.
+        """
+        row.run.progress(Phase.ENDING)
+        patience = self._settings.grace_seconds / 3
+
+        def save() -> None:
+            if self._writer.save(row.store, checkpoint, timeout=patience) is None:
+                row.run.log.warning("final checkpoint not saved")
+            self._publisher.end(row.run, end_of(stop))
+
+        threading.Thread(target=save, name="final-checkpoint", daemon=True).start()
+
+    # -- a step ------------------------------------------------------------------------
+
+    def _step(self, host: Host) -> None:
+        rows = {row.sequence: row for row in host.rows}
+        for event in host.engine.step():
+            self._take(rows[event.sequence].run, event)
+        for row in rows.values():
+            self._note(row)
+            if row.sequence.state.is_end:
+                host.rows.remove(row)
+                self._publisher.end(row.run, self._end(row))
+
+    def _take(self, run: Run, event: TokenEvent) -> None:
+        token = event.token
+        assert token.index == len(run.tokens) + 1, "the engine hands tokens out in order"
+        run.tokens.append(
+            Token(token.token, token.index, token.text, token.logprob, token.top_logprobs)
+        )
+        self._publisher.appended(run)
+
+    def _note(self, row: _Row) -> None:
+        from tenuto_engine import SequenceState
+
+        run, sequence = row.run, row.sequence
+        if sequence.state in (SequenceState.WAITING, SequenceState.PREFILL):
+            run.progress(Phase.PREFILL, sequence.prefill_done, sequence.prefill_total)
+            # At most one row reads its prompt at a time; to wait for that is not to be stuck.
+            run.alive()
+        elif sequence.state is SequenceState.CATCH_UP:
+            run.progress(Phase.CATCH_UP, sequence.catch_up_done, sequence.catch_up_total)
+        else:
+            run.progress(Phase.DECODE, len(run.tokens), sequence.options.max_tokens)
+            self._judge_catch_up(row)
+
+    def _judge_catch_up(self, row: _Row) -> None:
+        if row.judged:
+            return
+        row.judged = True
+        stats = row.sequence.stats
+        if stats.divergences:
+            row.run.relabel(
+                f"{stats.divergences} of {row.sequence.catch_up_total} published tokens came out "
+                f"differently, the first of them token {stats.first_divergence}"
+            )
+
+    def _end(self, row: _Row) -> End:
+        from tenuto_engine import SequenceState
+
+        sequence = row.sequence
+        if sequence.state is SequenceState.FINISHED:
+            return End(EndKind.COMPLETED, sequence.finish_reason or "", text=sequence.end_text)
+        error = sequence.error or RuntimeError("the row was closed")
+        row.run.log.error("attempt failed", phase=row.run.phase.value, exc_info=error)
+        return End(EndKind.RELEASED, "error", error=_describe(error))
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

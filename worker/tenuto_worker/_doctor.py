@@ -1,0 +1,82 @@
+"""The worker's part of `tenuto doctor`: device, MLX, models, checkpoints on disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+from tenuto_client import Finding, Level, Settings
+
+_LITTLE_DISK = 2 * 2**30
+
+
+def check(settings: Settings) -> Iterator[Finding]:
+    """Look at what a worker on this machine would need."""
+    yield _device()
+    yield from _models(os.environ.get("TENUTO_MODEL", "").split())
+    yield from _disk(settings.data_dir)
+
+
+def _device() -> Finding:
+    try:
+        import mlx.core as mx
+
+        device = mx.default_device()
+        total = mx.sum(mx.arange(8)).item()
+    except Exception as error:  # noqa: BLE001 - a broken driver raises whatever it likes
+        return Finding(
+            Level.PROBLEM,
+            "device",
+            f"MLX does not compute: {error}",
+            "install mlx for this machine: mlx[cpu], mlx[cuda13], or plain mlx on macOS",
+        )
+    if total != 28:
+        return Finding(Level.PROBLEM, "device", f"MLX adds up 0..7 to {total}")
+    kind = "GPU" if device.type == mx.DeviceType.gpu else "CPU"
+    name = mx.device_info(device).get("device_name", "")
+    says = f"{kind} {name}".strip()
+    return Finding(Level.OK, "device", f"{says}, mlx {version('mlx')}, mlx-lm {version('mlx-lm')}")
+
+
+def _models(given: list[str]) -> Iterator[Finding]:
+    """Models named in the environment; a repository's name is looked up only by a worker."""
+    from ._commands.worker import models
+    from ._errors import ConfigError
+
+    try:
+        found = models(given)
+    except ConfigError as error:
+        yield Finding(Level.PROBLEM, "models", str(error), "mend TENUTO_MODEL")
+        return
+    for name, path in found.items():
+        folder = Path(path).expanduser()
+        if (folder / "config.json").is_file():
+            yield Finding(Level.OK, "models", f"{name} is in {folder}")
+        elif folder.exists() or path.startswith((".", "/", "~")):
+            yield Finding(
+                Level.PROBLEM, "models", f"{name}: {folder} has no config.json", "mend TENUTO_MODEL"
+            )
+
+
+def _disk(data_dir: Path) -> Iterator[Finding]:
+    root = data_dir / "checkpoints"
+    if not root.is_dir():
+        return
+    if not os.access(root, os.W_OK | os.X_OK):
+        yield Finding(
+            Level.PROBLEM, "checkpoints", f"{root} cannot be written", f"chown or chmod {root}"
+        )
+        return
+    from tenuto_engine import list_jobs
+
+    jobs = list_jobs(root)
+    used = sum(job.nbytes for job in jobs) / 2**20
+    free = shutil.disk_usage(root).free
+    says = f"{len(jobs)} jobs, {used:.0f} MiB in {root}, {free / 2**30:.1f} GiB free"
+    if free < _LITTLE_DISK:
+        yield Finding(Level.WARNING, "checkpoints", says, "free some disk: tenuto checkpoints gc")
+    else:
+        yield Finding(Level.OK, "checkpoints", says)

@@ -1,0 +1,213 @@
+"""`Housekeeper`: what somebody has to do for all jobs, not only for those that run here.
+
+It hands on running jobs without a lease, mends tickets, removes ended jobs whose time is over, and
+collects the checkpoints of jobs that are completed or gone. Any number of workers may do it.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import redis
+
+from tenuto_client import Keys
+
+from ._logging import get_log
+from ._redis import Outage, is_outage, uptime
+from ._run import Run, Runs
+from ._scripts import JobScripts, reap_call
+from ._settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from tenuto_engine import CheckpointWriter
+
+_WRITER_PATIENCE_S = 10.0
+_KEPT_STATES = (b"queued", b"running", b"failed", b"cancelled")
+
+
+@dataclass(slots=True)
+class Contact:
+    """How long Redis has answered without a break.
+
+    After a break, owners need time to renew their leases before anybody may take their jobs away.
+
+    Attributes:
+        needed: seconds of unbroken contact, and of the server's own life, before reaping.
+        longest_gap: silence between two answers that does not count as a break.
+    """
+
+    needed: float
+    longest_gap: float
+    since: float | None = None
+    last: float = field(default=0.0)
+
+    def answered(self, now: float) -> None:
+        if self.since is None or now - self.last > self.longest_gap:
+            self.since = now
+        self.last = now
+
+    def broke(self) -> None:
+        self.since = None
+
+    def is_long_enough(self, now: float) -> bool:
+        return self.since is not None and now - self.since >= self.needed
+
+
+class Housekeeper:
+    """Does the chores on a thread and a connection of its own.
+
+    Args:
+        writer: may still have a checkpoint of a completed job in hand.
+        announce: writes what this worker is into Redis; called with each round of chores.
+    """
+
+    def __init__(
+        self,
+        scripts: JobScripts,
+        client: redis.Redis,
+        keys: Keys,
+        runs: Runs,
+        settings: WorkerSettings,
+        outage: Outage,
+        *,
+        writer: CheckpointWriter,
+        announce: Callable[[], object],
+    ) -> None:
+        self._scripts = scripts
+        self._client = client
+        self._keys = keys
+        self._runs = runs
+        self._settings = settings
+        self._outage = outage
+        self._writer = writer
+        self._announce = announce
+        self._log = get_log()
+        self._completed: queue.SimpleQueue[Run] = queue.SimpleQueue()
+        self._contact = Contact(settings.lease_seconds, max(3.0, settings.lease_seconds))
+        self._due = {self.chores: 0.0, self.collect: time.monotonic() + settings.gc_seconds}
+        self._every = {self.chores: settings.chores_seconds, self.collect: settings.gc_seconds}
+
+    def run(self) -> None:
+        """The body of the thread."""
+        while True:
+            self.round()
+            self._discard_completed()
+            time.sleep(self._settings.reap_seconds)
+
+    def round(self) -> None:
+        """Do what is due. An outage only delays it."""
+        try:
+            self.reap()
+            for chore, due in self._due.items():
+                if time.monotonic() >= due:
+                    chore()
+                    self._due[chore] = time.monotonic() + self._every[chore]
+        except (redis.RedisError, OSError) as error:
+            if not is_outage(error):
+                raise
+            self._contact.broke()
+            self._outage.began(error)
+        else:
+            self._outage.ended()
+
+    # -- jobs without a lease ----------------------------------------------------------
+
+    def reap(self) -> None:
+        """Hand on running jobs whose lease has run out, if contact was long enough."""
+        running = self._client.zrange(self._keys.running(), 0, -1)
+        self._contact.answered(time.monotonic())
+        if not running or not self._may_reap():
+            return
+        jobs = [job.decode() for job in _list(running)]
+        for job, state in zip(jobs, self._scripts.run_all([*map(reap_call, jobs)]), strict=True):
+            if state != "alive":
+                self._log.warning("job reaped", job=job, state=state)
+
+    def _may_reap(self) -> bool:
+        if not self._contact.is_long_enough(time.monotonic()):
+            return False
+        return uptime(self._client) >= self._settings.lease_seconds
+
+    # -- chores ------------------------------------------------------------------------
+
+    def chores(self) -> None:
+        """Announce this worker, mend tickets, expire ended jobs."""
+        self._announce()
+        for model in self._settings.models:
+            if mended := self._scripts.mend_tickets(model):
+                self._log.info("tickets mended", model=model, count=mended)
+        if gone := self._scripts.expire():
+            self._log.info("jobs expired", count=len(gone))
+
+    # -- checkpoints -------------------------------------------------------------------
+
+    def completed(self, run: Run) -> None:
+        """A job of this worker is completed: nobody needs its checkpoints any more."""
+        self._completed.put(run)
+
+    def _discard_completed(self) -> None:
+        while not self._completed.empty():
+            run = self._completed.get()
+            if run.store is not None:
+                self._writer.wait(run.store, _WRITER_PATIENCE_S)
+            discard(self._settings.checkpoints_dir, run.job_id)
+
+    def collect(self) -> None:
+        """Remove the checkpoints of jobs that are completed or gone."""
+        removed = collect(self._settings.checkpoints_dir, self._client, self._keys, self._runs.has)
+        if removed:
+            self._log.info("checkpoints removed", jobs=len(removed))
+
+
+def collect(
+    root: Path,
+    client: redis.Redis,
+    keys: Keys,
+    is_running: Callable[[str], bool],
+    *,
+    dry_run: bool = False,
+) -> list[str]:
+    """Remove the checkpoints of jobs that Redis says are completed or gone; returns their ids.
+
+    Redis must be the one that the job belonged to: it must have the namespace id that stands in the
+    newest checkpoint. So an empty Redis costs nobody the last copy.
+    """
+    from tenuto_engine import list_jobs
+
+    removed = []
+    for stored in list_jobs(root):
+        newest = next((each for each in stored.checkpoints if each.meta is not None), None)
+        if newest is None or newest.meta is None or is_running(stored.job_id):
+            continue
+        # Both in one step: another server may answer the next call.
+        with client.pipeline(transaction=True) as pipe:
+            pipe.get(keys.namespace_id())
+            pipe.hget(keys.job(stored.job_id), "state")
+            namespace, state = pipe.execute()
+        if namespace is None or namespace.decode() != newest.meta.get("namespace"):
+            continue
+        if state in _KEPT_STATES or is_running(stored.job_id):
+            continue
+        removed.append(stored.job_id)
+        if not dry_run:
+            discard(root, stored.job_id)
+    return removed
+
+
+def discard(root: Path, job_id: str) -> None:
+    """Remove a job's checkpoints. What the disk refuses is logged; the next round tries again."""
+    from tenuto_engine import CheckpointError, CheckpointStore, job_folder
+
+    try:
+        CheckpointStore(job_folder(root, job_id)).delete()
+    except CheckpointError as error:
+        get_log(job=job_id).warning("checkpoints not removed", error=str(error))
+
+
+def _list(reply: Any) -> list[bytes]:
+    return list(reply)

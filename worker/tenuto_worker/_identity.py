@@ -1,0 +1,100 @@
+"""Who this worker is: the lock that makes it the only one of its name, and the data dir's id."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from ._errors import ConfigError
+
+_MOST_WORKERS = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """A worker's stable name, and the proof that nobody else bears it.
+
+    Attributes:
+        name: `<host>-<data dir id>-<n>`.
+        reach: id of the data dir, whose checkpoints this worker can read.
+        lock: descriptor of the locked file; whoever inherits it keeps the name taken.
+    """
+
+    name: str
+    reach: str
+    lock: int
+
+    def holds_lock(self) -> bool:
+        """Whether the descriptor is the one that the lock belongs to."""
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+
+def take_identity(data_dir: Path) -> Identity:
+    """Take the first free name of the data dir, which is created.
+
+    Raises:
+        ConfigError: the data dir cannot be made or written.
+    """
+    try:
+        folder = data_dir / "workers"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (data_dir / "checkpoints").mkdir(mode=0o700, exist_ok=True)
+        _check_writable(data_dir / "checkpoints")
+        reach = _data_dir_id(data_dir)
+        number, lock = _first_free(folder)
+    except OSError as error:
+        path = error.filename or data_dir
+        raise ConfigError(
+            f"data dir {path}",
+            error.strerror or str(error),
+            hint="choose a folder of your own with --data-dir or TENUTO_DATA_DIR",
+        ) from error
+    return Identity(f"{_host()}-{reach}-{number}", reach, lock)
+
+
+def _first_free(folder: Path) -> tuple[int, int]:
+    for number in range(_MOST_WORKERS):
+        descriptor = os.open(folder / f"{number}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+        else:
+            return number, descriptor
+    raise ConfigError(f"data dir {folder}", f"{_MOST_WORKERS} workers run here already")
+
+
+def _data_dir_id(data_dir: Path) -> str:
+    path = data_dir / "id"
+    mine = data_dir / f"id.{secrets.token_hex(4)}.tmp"
+    if not path.exists():
+        mine.write_text(secrets.token_hex(4), "ascii")
+        # Linking, unlike renaming, leaves the id of whoever was first.
+        with contextlib.suppress(FileExistsError):
+            os.link(mine, path)
+        mine.unlink()
+    found = path.read_text("ascii").strip()
+    if not re.fullmatch(r"[0-9a-f]{8}", found):
+        raise ConfigError(f"data dir {path}", "does not hold an id", hint="remove the file")
+    return found
+
+
+def _check_writable(folder: Path) -> None:
+    probe = folder / f".probe-{secrets.token_hex(4)}"
+    with probe.open("xb"):
+        pass
+    probe.unlink()
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9-]+", "-", socket.gethostname().split(".")[0]) or "host"

@@ -1,0 +1,96 @@
+"""Logs: JSON lines, or coloured text on a terminal; every line names the worker.
+
+Prompts, texts and passwords are never logged. What other libraries say through `logging` comes out
+the same way, from WARNING on.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any, TextIO, cast
+from urllib.parse import urlsplit, urlunsplit
+
+import structlog
+from structlog.typing import FilteringBoundLogger, Processor
+
+Log = FilteringBoundLogger
+
+
+def get_log(**context: Any) -> Log:
+    """A logger whose lines carry `context`."""
+    return cast(Log, structlog.get_logger(**context))
+
+
+def set_up_logging(log_format: str, worker: str, stream: TextIO | None = None) -> None:
+    """Send every log line of the process to `stream` (stderr), each with the worker's name."""
+    out = stream or sys.stderr
+    pretty = log_format == "pretty" or (log_format == "auto" and out.isatty())
+    shared = _shared_processors()
+    structlog.configure(
+        processors=[*shared, structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=False,
+    )
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=shared,
+            processors=[
+                structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+                _name_worker(worker),
+                *_renderers(pretty, colors=out.isatty()),
+            ],
+        )
+    )
+    handler.addFilter(_wanted)
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(logging.INFO)
+
+
+def redacted(url: str) -> str:
+    """A Redis URL without its password."""
+    parts = urlsplit(url)
+    if parts.password is None:
+        return url.split("?")[0]
+    host = parts.netloc.rpartition("@")[2]
+    user = parts.username or ""
+    return urlunsplit((parts.scheme, f"{user}:***@{host}", parts.path, "", ""))
+
+
+def _shared_processors() -> list[Processor]:
+    return [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True, key="at"),
+    ]
+
+
+def _name_worker(worker: str) -> Processor:
+    def add(_logger: Any, _method: str, event: structlog.typing.EventDict) -> Any:
+        event.setdefault("worker", worker)
+        return event
+
+    return add
+
+
+def _renderers(pretty: bool, *, colors: bool) -> list[Processor]:
+    if pretty:
+        # Not the fancy tracebacks: they print local variables, among them users' texts.
+        plain = structlog.dev.plain_traceback
+        return [structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=plain)]
+    return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+
+
+def _wanted(record: logging.LogRecord) -> bool:
+    """Our own lines, and others' from WARNING on.
+
+    arq warns of each ticket whose job was claimed in the meantime, which is how it should be.
+    """
+    if record.name.startswith("tenuto_worker") or not record.name:
+        return True
+    if record.name == "arq.worker" and "expired" in str(record.msg):
+        return False
+    return record.levelno >= logging.WARNING

@@ -1,0 +1,304 @@
+"""`Preparer`: from a claim to something that the decode thread can start.
+
+It reads the spec, the prompt's ids, the stream and a checkpoint, on a thread of its own, so that
+rows go on decoding meanwhile.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+import redis
+
+from tenuto_client import (
+    JobSpec,
+    Keys,
+    ProtocolError,
+    Token,
+    unpack_entry,
+    unpack_spec,
+)
+
+from ._checkpoints import Checkpoints
+from ._errors import BadJob, Interrupted
+from ._redis import Patience
+from ._run import Bound, End, EndKind, Phase, Run, Stop, end_of
+from ._scripts import JobScripts
+from ._settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from tenuto_engine import Checkpoint, CheckpointStore, Engine, GenerationOptions, Geometry
+
+_PAGE = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How to start a row.
+
+    Attributes:
+        run: whose it is.
+        store: where its checkpoints go.
+        roads: prompt tokens and options for `Engine.add`, best first. The last replays from the
+            prompt and needs no checkpoint.
+    """
+
+    run: Run
+    store: CheckpointStore
+    roads: tuple[tuple[list[int], GenerationOptions], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Outlets:
+    """Where the preparer's results go."""
+
+    start: Callable[[Plan], object]
+    end: Callable[[Run, End], object]
+    save: Callable[[CheckpointStore, Checkpoint], object]
+
+
+class Preparer:
+    """Prepares claimed runs, one after the other.
+
+    Args:
+        engines: the loaded engines by model name; only their tokenizer and geometry are used.
+        client: a connection of this thread's own, for the stream.
+        reach: id of this data dir.
+    """
+
+    def __init__(
+        self,
+        scripts: JobScripts,
+        client: redis.Redis,
+        keys: Keys,
+        settings: WorkerSettings,
+        patience: Patience,
+        *,
+        engines: Mapping[str, Engine],
+        checkpoints: Checkpoints,
+        reach: str,
+        outlets: Outlets,
+    ) -> None:
+        self._scripts = scripts
+        self._client = client
+        self._keys = keys
+        self._settings = settings
+        self._patience = patience
+        self._engines = engines
+        self._checkpoints = checkpoints
+        self._reach = reach
+        self._outlets = outlets
+        self._waiting: queue.SimpleQueue[Run] = queue.SimpleQueue()
+
+    def submit(self, run: Run) -> None:
+        """Prepare a run soon."""
+        self._waiting.put(run)
+
+    def run(self) -> None:
+        """The body of the thread."""
+        while True:
+            self.prepare(self._waiting.get())
+
+    def prepare(self, run: Run) -> None:
+        """Prepare one run and pass it on: to the decode thread, or to its end."""
+        from tenuto_engine import EngineError
+
+        run.progress(Phase.RESTORE)
+        try:
+            plan = self._plan(run)
+        except Interrupted:
+            self._stopped(run)
+        except (BadJob, ProtocolError, EngineError) as error:
+            self._outlets.end(run, End(EndKind.FAILED, error=str(error)))
+        except Exception as error:
+            # This job's trouble; the others on this worker go on.
+            run.log.exception("attempt failed", phase=run.phase.value)
+            self._outlets.end(run, End(EndKind.RELEASED, "error", error=repr(error)))
+        else:
+            if run.stop is None:
+                self._outlets.start(plan)
+            else:
+                self._stopped(run)
+
+    def _stopped(self, run: Run) -> None:
+        stop = run.stop
+        if stop is None or stop is Stop.FENCED:
+            run.ask_to_stop(Stop.FENCED)
+            self._outlets.end(run, End(EndKind.RELEASED, "fenced"))
+        else:
+            self._outlets.end(run, end_of(stop))
+
+    # -- the steps ---------------------------------------------------------------------
+
+    def _plan(self, run: Run) -> Plan:
+        spec = unpack_spec(run.claim.spec)
+        engine = self._engines[run.model]
+        published = self._read_stream(run)
+        prompt = prompt_ids(run, spec, engine)
+        options = options_of(spec, self._settings)
+        check_length(len(prompt), options.max_tokens, engine.context_length)
+        judge_geometry(run, engine.geometry)
+        self._bind(run, prompt, engine.geometry)
+        # Published tokens stand first in the run, so that all of it can be sent again.
+        run.tokens.extend(published)
+        run.sent = len(published)
+        return self._roads(run, spec, prompt, options, published, engine.geometry)
+
+    def _roads(
+        self,
+        run: Run,
+        spec: JobSpec,
+        prompt: list[int],
+        options: GenerationOptions,
+        published: Sequence[Token],
+        geometry: Geometry,
+    ) -> Plan:
+        from tenuto_engine import Token as EngineToken
+        from tenuto_engine import resume_options
+
+        store = run.store = self._checkpoints.store(run, geometry)
+        save = self._outlets.save
+        options = replace(options, on_decode_checkpoint=lambda taken: save(store, taken))
+        assert spec.seed is not None, "submit draws one"
+        checkpoint = self._checkpoints.choose(
+            run,
+            store,
+            prompt=prompt,
+            published=published,
+            seed=spec.seed,
+            geometry=geometry,
+        )
+        known = [
+            EngineToken(t.token, t.index, t.text, t.logprob, t.top_logprobs) for t in published
+        ]
+        roads = [(prompt, replace(options, published_tokens=tuple(known)))]
+        if checkpoint is not None:
+            roads.insert(0, resume_options(checkpoint, options, known, prompt_tokens=prompt))
+        run.log.info(
+            "attempt prepared",
+            prompt_tokens=len(prompt),
+            published=len(published),
+            checkpoint=None if checkpoint is None else len(checkpoint.cache_tokens),
+            exactness=run.exactness,
+        )
+        return Plan(run, store, tuple(roads))
+
+    def _read_stream(self, run: Run) -> list[Token]:
+        tokens: list[Token] = []
+        start = "-"
+        while len(tokens) < run.claim.tokens:
+            page = self._wait(run, lambda start=start: self._page(run, start))  # type: ignore[misc]
+            if not page:
+                break
+            for entry_id, fields in page:
+                self._collect(tokens, entry_id.decode(), fields)
+            start = f"({page[-1][0].decode()}"
+        if len(tokens) < run.claim.tokens:
+            raise BadJob(f"stream: token {len(tokens) + 1} of {run.claim.tokens} is missing")
+        return tokens[: run.claim.tokens]
+
+    def _page(self, run: Run, start: str) -> Any:
+        return self._client.xrange(self._keys.stream(run.job_id), start, "+", count=_PAGE)
+
+    @staticmethod
+    def _collect(tokens: list[Token], entry_id: str, fields: Mapping[bytes, bytes]) -> None:
+        entry = unpack_entry(entry_id, fields)
+        if isinstance(entry, list):
+            # A packed entry may begin with what an earlier one had.
+            tokens.extend(token for token in entry if token.index > len(tokens))
+
+    def _bind(self, run: Run, prompt: list[int], geometry: Geometry) -> None:
+        packed: bytes = msgpack.packb(prompt)
+        described: bytes = msgpack.packb(geometry.to_dict())
+        bound = Bound(packed, len(prompt), geometry.fingerprint, described, self._reach)
+        label = run.label
+        owned = self._wait(
+            run,
+            lambda: self._scripts.bind(
+                run.fence,
+                prompt_ids=bound.prompt_ids,
+                prompt_tokens=bound.prompt_tokens,
+                fingerprint=bound.fingerprint,
+                geometry=bound.geometry,
+                reach=bound.reach,
+                exactness=label[0],
+                exactness_reason=label[1],
+            ),
+        )
+        if not owned:
+            run.ask_to_stop(Stop.FENCED)
+            raise Interrupted("fenced")
+        run.bound, run.label_sent = bound, label
+
+    def _wait(self, run: Run, call: Callable[[], Any]) -> Any:
+        return self._patience(call, until=lambda: run.stop is not None, beat=run.alive)
+
+
+def prompt_ids(run: Run, spec: JobSpec, engine: Engine) -> list[int]:
+    """The ids that an earlier claim stored, or those of the spec's prompt.
+
+    Raises:
+        PromptError: the prompt is empty, or the model cannot take it.
+    """
+    if run.claim.prompt_ids is not None:
+        return list(msgpack.unpackb(run.claim.prompt_ids))
+    return engine.encode_prompt(spec.prompt, raw=spec.raw)
+
+
+def options_of(spec: JobSpec, settings: WorkerSettings) -> GenerationOptions:
+    """What a spec asks for, in the engine's words."""
+    from tenuto_engine import GenerationOptions
+
+    return GenerationOptions(
+        max_tokens=spec.max_tokens,
+        temperature=spec.temperature,
+        top_p=spec.top_p,
+        top_k=spec.top_k,
+        min_p=spec.min_p,
+        seed=spec.seed,
+        stop=spec.stop,
+        stop_token_ids=spec.stop_token_ids,
+        ignore_eos=spec.ignore_eos,
+        logprobs=spec.logprobs,
+        logit_bias=spec.logit_bias,
+        repetition_penalty=spec.repetition_penalty,
+        repetition_context_size=spec.repetition_context_size,
+        presence_penalty=spec.presence_penalty,
+        presence_context_size=spec.presence_context_size,
+        frequency_penalty=spec.frequency_penalty,
+        frequency_context_size=spec.frequency_context_size,
+        checkpoint_every_tokens=settings.checkpoint_every_tokens,
+        checkpoint_every_seconds=settings.checkpoint_every_seconds,
+    )
+
+
+def check_length(prompt: int, max_tokens: int, context: int | None) -> None:
+    """Refuse what cannot fit.
+
+    Raises:
+        BadJob: it says by how much.
+    """
+    if context is not None and prompt + max_tokens > context:
+        left = max(0, context - prompt)
+        raise BadJob(
+            f"max_tokens: {max_tokens} do not fit: the prompt has {prompt} tokens, the model's "
+            f"context {context}",
+            hint=f"at most {left} can follow this prompt" if left else "shorten the prompt",
+        )
+
+
+def judge_geometry(run: Run, geometry: Geometry) -> None:
+    """Label the run `recomputed` if what it published came from another geometry."""
+    claim = run.claim
+    if claim.fingerprint in (None, geometry.fingerprint) or claim.tokens == 0:
+        return
+    try:
+        other = type(geometry).from_dict(msgpack.unpackb(claim.geometry or b"\x80"))
+    except KeyError:
+        run.relabel("geometry changed: it was described by another version")
+    else:
+        run.relabel(f"geometry changed: {', '.join(geometry.differences(other))}")

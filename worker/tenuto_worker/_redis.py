@@ -1,0 +1,202 @@
+"""Connections to Redis, one for each thread, and waiting for a server that is away."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import redis
+from redis.exceptions import AuthenticationError, ResponseError
+
+from tenuto_client import Keys
+
+from ._errors import Interrupted, RedisUnavailable
+from ._logging import get_log, redacted
+
+T = TypeVar("T")
+
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
+_REVIVE_EVERY_S = 2.0
+# A server that is up but takes no writes: it loads, fails over, or its disk or memory is full.
+_OUTAGES = (
+    "LOADING",
+    "READONLY",
+    "MISCONF",
+    "OOM",
+    "MASTERDOWN",
+    "CLUSTERDOWN",
+    "TRYAGAIN",
+    "NOREPLICAS",
+    "BUSY",
+    "UNBLOCKED",
+)
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether Redis is away or cannot serve now, so that the same call may succeed later."""
+    if isinstance(error, redis.ConnectionError | redis.TimeoutError | OSError):
+        return True
+    if isinstance(error, redis.ReadOnlyError | redis.exceptions.OutOfMemoryError):
+        return True
+    return isinstance(error, ResponseError) and any(word in str(error) for word in _OUTAGES)
+
+
+def connect(url: str, *, timeout: float = 5.0) -> redis.Redis:
+    """A blocking client of its own connection; it connects at its first call."""
+    return redis.Redis.from_url(url, socket_timeout=timeout, socket_connect_timeout=timeout)
+
+
+def reach(client: redis.Redis, url: str) -> None:
+    """Check that Redis answers.
+
+    Raises:
+        RedisUnavailable: it does not, or refuses us.
+    """
+    try:
+        client.ping()
+    except AuthenticationError as error:
+        raise RedisUnavailable(f"Redis at {redacted(url)} refuses us: {error}") from error
+    except (redis.RedisError, OSError) as error:
+        raise RedisUnavailable(
+            f"no Redis at {redacted(url)}: {error}",
+            hint="start it, or set --redis or TENUTO_REDIS_URL",
+        ) from error
+
+
+def namespace_id(client: redis.Redis, keys: Keys, drawn: str) -> str:
+    """The id of this data set; `drawn` becomes it where there is none yet."""
+    found: Any = client.set(keys.namespace_id(), drawn, nx=True, get=True)
+    return drawn if found is None else bytes(found).decode()
+
+
+def uptime(client: redis.Redis) -> float:
+    """Seconds since the server started."""
+    info: Any = client.info("server")
+    return float(info["uptime_in_seconds"])
+
+
+def weaknesses(client: redis.Redis) -> list[str]:
+    """Settings of the server under which an accepted job may be lost; empty if it hides them."""
+    wanted = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
+    found = []
+    for name, value in wanted.items():
+        try:
+            reply: Any = client.config_get(name)
+            (actual,) = reply.values()
+        except (redis.RedisError, ValueError):
+            continue
+        if actual != value:
+            found.append(f"{name} is {actual}, not {value}")
+    return found
+
+
+@dataclass(slots=True)
+class Backoff:
+    """Pauses that grow until something succeeds."""
+
+    first: float = _FIRST_PAUSE_S
+    longest: float = _LONGEST_PAUSE_S
+    next: float = 0.0
+
+    def pause(self) -> float:
+        """How long to wait now, in seconds."""
+        self.next = min(self.longest, self.next * 2 or self.first)
+        return self.next
+
+    def reset(self) -> None:
+        self.next = 0.0
+
+
+class Outage:
+    """Whether Redis is away, as all threads together see it; logged once each way.
+
+    Args:
+        revive: starts the embedded server again; None where the server is not ours.
+    """
+
+    def __init__(self, revive: Callable[[], object] | None = None) -> None:
+        self._revive = revive
+        self._lock = threading.Lock()
+        self._since: float | None = None
+        self._revived = 0.0
+        self._log = get_log()
+
+    def began(self, error: BaseException) -> None:
+        """A call failed."""
+        with self._lock:
+            now = time.monotonic()
+            if self._since is None:
+                self._since = now
+                self._log.warning("redis away", error=str(error) or type(error).__name__)
+            away = now - self._since
+            due = away > 1.0 and now - self._revived > _REVIVE_EVERY_S
+            if due:
+                self._revived = now
+        if due and self._revive is not None:
+            self._try_revive(self._revive)
+
+    def ended(self) -> None:
+        """A call succeeded."""
+        if self._since is None:
+            return
+        with self._lock:
+            if self._since is not None:
+                self._log.info("redis back", seconds=round(time.monotonic() - self._since, 1))
+                self._since = None
+
+    def _try_revive(self, revive: Callable[[], object]) -> None:
+        try:
+            revive()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the next try may succeed
+            self._log.warning("embedded server not started", error=str(error))
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """Repeats idempotent calls until Redis answers."""
+
+    outage: Outage
+
+    def __call__(
+        self, call: Callable[[], T], *, until: Callable[[], bool], beat: Callable[[], object]
+    ) -> T:
+        """What `call` returns, once Redis lets it.
+
+        Args:
+            until: says that waiting is pointless now.
+            beat: called before each try, since waiting for Redis is no lack of progress.
+
+        Raises:
+            Interrupted: `until` said so.
+        """
+        backoff = Backoff()
+        while True:
+            beat()
+            try:
+                result = call()
+            except (redis.RedisError, OSError) as error:
+                if not is_outage(error):
+                    raise
+                self.outage.began(error)
+            else:
+                self.outage.ended()
+                return result
+            if until():
+                raise Interrupted("gave up waiting for Redis")
+            time.sleep(backoff.pause())
+
+
+def reviver(data_dir: Path) -> Callable[[], object]:
+    """Starts the embedded server of a data dir, if it is not running."""
+
+    def revive() -> object:
+        from tenuto_client._server import ensure_server
+
+        return ensure_server(data_dir)
+
+    return revive

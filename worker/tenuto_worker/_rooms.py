@@ -1,0 +1,227 @@
+"""`Rooms`: everything that works in a child, wired together."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import redis
+
+from tenuto_client import Keys
+from tenuto_engine import CheckpointStore, CheckpointWriteError, CheckpointWriter
+
+from ._announcer import Announcer, Namespace
+from ._checkpoints import Checkpoints
+from ._claimer import Claimer, Served
+from ._decoder import DecodeThread
+from ._housekeeper import Housekeeper
+from ._identity import Identity
+from ._lease import LeaseKeeper
+from ._logging import get_log
+from ._nudges import NudgeListener
+from ._preparer import Outlets, Preparer
+from ._publisher import Publisher
+from ._redis import Outage, Patience, connect
+from ._run import Run, Runs, Stop
+from ._scripts import JobScripts
+from ._settings import WorkerSettings
+from ._tickets import Tickets
+
+
+class Rooms:
+    """The parts of a worker.
+
+    In this order: construct, `take_back`, `load` (on the decode thread), `open`, run `threads()`
+    and `tickets`; `drain` ends the work.
+    """
+
+    def __init__(
+        self, settings: WorkerSettings, identity: Identity, outage: Outage, patience: Patience
+    ) -> None:
+        self._settings = settings
+        self._identity = identity
+        self._outage = outage
+        self._patience = patience
+        self._log = get_log()
+        self._keys = Keys(settings.namespace)
+        self.runs = Runs()
+        self.runs.on_gone = lambda run: self.claimer.poke()
+        self._client = self._connect()
+        self._namespace = Namespace(self._client, self._keys, secrets.token_hex(8))
+        self._announcer = Announcer(
+            self._client, self._keys, settings, identity, self.runs, self._namespace
+        )
+        self.writer = CheckpointWriter(
+            on_error=self._checkpoint_failed,
+            max_pending=settings.slots * len(settings.models) + 2,
+        )
+        self.publisher = self._make_publisher()
+        self.decoder = DecodeThread(settings, self.runs, self.publisher, self.writer)
+        self.lease = self._make_lease_keeper()
+        self.housekeeper = self._make_housekeeper()
+
+    def take_back(self) -> None:
+        """Requeue what the previous incarnation of this worker, which is dead, was running."""
+        scripts, holder = JobScripts(self._client, self._keys), self._identity.name
+        self._patiently(self._namespace.refresh)
+        running: list[bytes] = self._patiently(
+            lambda: self._client.zrange(self._keys.running(), 0, -1)
+        )
+        for job in running:
+            job_id = job.decode()
+            state = self._patiently(partial(scripts.take_back, job_id, holder))
+            if state != "foreign":
+                self._log.warning("job taken back", job=job_id, state=state)
+
+    def load(self) -> None:
+        """Load the models, on the decode thread.
+
+        Raises:
+            ConfigError: one cannot be loaded.
+        """
+        self.decoder.load()
+        self._announcer.describe({name: host.engine for name, host in self.decoder.hosts.items()})
+
+    def open(self) -> None:
+        """Build what needs the loaded models, and tell the world of them."""
+        self.preparer = self._make_preparer()
+        self.claimer = self._make_claimer()
+        self.nudges = NudgeListener(
+            self._connect(),
+            self._keys,
+            on_queued=self.claimer.poke,
+            on_cancel=lambda job_id: self.lease.poke() if self.runs.has(job_id) else None,
+        )
+        self.tickets = Tickets(
+            self._settings.redis_url,
+            self._keys,
+            self._settings.models,
+            poke=self.claimer.poke,
+            has_slot=self.claimer.has_slot,
+        )
+        self._patiently(self._announcer.announce)
+
+    def threads(self) -> dict[str, Callable[[], None]]:
+        """The bodies of the threads, by name; the decode thread is not among them."""
+        return {
+            "publisher": self.publisher.run,
+            "lease": self.lease.run,
+            "preparer": self.preparer.run,
+            "housekeeper": self.housekeeper.run,
+            "nudges": self.nudges.run,
+            "claimer": self.claimer.run,
+        }
+
+    def stuck_for(self) -> float:
+        """Seconds since the decode thread was last seen alive, if that is too long; else 0."""
+        silent = time.monotonic() - self.decoder.beat
+        limit = max(self._settings.limit("prefill"), self._settings.limit("decode"))
+        return silent if silent > limit else 0.0
+
+    def drain(self) -> None:
+        """Checkpoint every run, hand it back, and wait until that is known, for the grace time."""
+        end = time.monotonic() + self._settings.grace_seconds
+        self.claimer.stop()
+        self._stop_all()
+        # One that was being claimed meanwhile.
+        self.claimer.wait_ended(max(0.0, end - time.monotonic()))
+        self._stop_all()
+        if not self.runs.wait_empty(max(0.0, end - time.monotonic())):
+            jobs = [run.job_id for run in self.runs.all()]
+            self._log.warning("grace time over, leases will run out", jobs=jobs)
+        self.writer.close(max(0.0, end - time.monotonic()))
+        with contextlib.suppress(redis.RedisError, OSError):
+            self._announcer.retract()
+
+    def _stop_all(self) -> None:
+        for run in self.runs.all():
+            run.ask_to_stop(Stop.DRAIN)
+        self.decoder.wake()
+
+    # -- building ----------------------------------------------------------------------
+
+    def _connect(self, timeout: float = 5.0) -> redis.Redis:
+        return connect(self._settings.redis_url, timeout=timeout)
+
+    def _make_publisher(self) -> Publisher:
+        return Publisher(
+            JobScripts(self._connect(), self._keys),
+            self.runs,
+            self._settings,
+            self._outage,
+            on_stop=lambda run: self.decoder.wake(),
+            on_completed=lambda run: self.housekeeper.completed(run),
+        )
+
+    def _make_lease_keeper(self) -> LeaseKeeper:
+        # A silent server must not keep the one thread that may not be late from trying again.
+        timeout = max(0.5, min(5.0, self._settings.lease_seconds * 0.4))
+        return LeaseKeeper(
+            JobScripts(self._connect(timeout), self._keys),
+            self.runs,
+            self._settings,
+            self._outage,
+            holder=self._identity.name,
+            on_stop=self._run_must_stop,
+        )
+
+    def _make_housekeeper(self) -> Housekeeper:
+        client = self._connect()
+        return Housekeeper(
+            JobScripts(client, self._keys),
+            client,
+            self._keys,
+            self.runs,
+            self._settings,
+            self._outage,
+            writer=self.writer,
+            announce=self._announcer.announce,
+        )
+
+    def _make_preparer(self) -> Preparer:
+        client = self._connect()
+        return Preparer(
+            JobScripts(client, self._keys),
+            client,
+            self._keys,
+            self._settings,
+            self._patience,
+            engines={name: host.engine for name, host in self.decoder.hosts.items()},
+            checkpoints=Checkpoints(self._settings.checkpoints_dir, lambda: self._namespace.id),
+            reach=self._identity.reach,
+            outlets=Outlets(self.decoder.start, self.publisher.end, self.writer.submit),
+        )
+
+    def _make_claimer(self) -> Claimer:
+        served = {
+            name: Served(name, host.engine.geometry.fingerprint, host.engine.slots)
+            for name, host in self.decoder.hosts.items()
+        }
+        return Claimer(
+            JobScripts(self._connect(), self._keys),
+            self.runs,
+            self._settings,
+            self._outage,
+            served=served,
+            holder=self._identity.name,
+            reach=self._identity.reach,
+            on_claim=self.preparer.submit,
+        )
+
+    # -- what one room tells another ---------------------------------------------------
+
+    def _run_must_stop(self, run: Run) -> None:
+        self.decoder.wake()
+        self.publisher.wake()
+
+    def _checkpoint_failed(self, store: CheckpointStore, error: CheckpointWriteError) -> None:
+        # Of a job that is over, the folder may be gone already.
+        if run := self.runs.get(store.folder.name):
+            run.log.warning("checkpoint not saved", error=str(error))
+
+    def _patiently(self, call: Callable[[], Any]) -> Any:
+        return self._patience(call, until=lambda: False, beat=lambda: None)

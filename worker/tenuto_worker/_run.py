@@ -1,0 +1,232 @@
+"""`Run`: one attempt of one job on this worker, and `Runs`: all of them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+from typing import TYPE_CHECKING
+
+from tenuto_client import Token
+
+from ._logging import Log, get_log
+from ._scripts import Claim, Fence
+
+if TYPE_CHECKING:
+    from tenuto_engine import CheckpointStore
+
+
+class Phase(StrEnum):
+    """Where an attempt stands. Its value is what readers see as progress.
+
+    An attempt belongs to one thread at a time: the preparer until PREFILL, the decode thread until
+    ENDING, then the publisher, which forgets it.
+    """
+
+    LOADING = "loading"
+    """Entered at the claim; left when the preparer takes it up."""
+    RESTORE = "restore"
+    """The prompt, the stream and a checkpoint are read; left when the decode thread has a row."""
+    PREFILL = "prefill"
+    """The model reads the prompt; left after its last token."""
+    CATCH_UP = "catch-up"
+    """Published tokens after the checkpoint are fed again; left after the last of them."""
+    DECODE = "decode"
+    """New tokens come; left at the end or when a stop is asked for."""
+    ENDING = "ending"
+    """The row is closed; what is left is to publish tokens and the end."""
+
+
+class Stop(Enum):
+    """Why an attempt is to stop before its generation ends. Later ones win over earlier ones."""
+
+    DRAIN = 1
+    """The worker goes; the job is handed back."""
+    CANCEL = 2
+    """A user asked for it."""
+    DEADLINE = 3
+    """The job's deadline passed."""
+    FENCED = 4
+    """The job belongs to somebody else now; nothing more may be written."""
+
+
+class EndKind(StrEnum):
+    """How an attempt ends. The first three are also states of the job."""
+
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    RELEASED = "released"
+    """The job goes back to the queue."""
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """What is to be told to Redis after the last token."""
+
+    kind: EndKind
+    reason: str = ""
+    """finish_reason of a completed one; why a released one is handed back (`drain`, `error`)."""
+    text: str = ""
+    """Text held back until the end."""
+    error: str = ""
+
+
+def end_of(stop: Stop) -> End:
+    """How an attempt ends that was stopped; a fenced one ends without a word."""
+    if stop is Stop.DRAIN:
+        return End(EndKind.RELEASED, "drain")
+    if stop is Stop.CANCEL:
+        return End(EndKind.CANCELLED)
+    assert stop is Stop.DEADLINE, stop
+    return End(EndKind.FAILED, error="deadline: it passed while the job was running")
+
+
+class Run:
+    """One attempt of one job on this worker.
+
+    Attributes:
+        claim, fence: what the claim said.
+        phase, done, total: progress, as readers see it.
+        beat: when it last made progress, by the monotonic clock.
+        tokens: all tokens of the job from index 1, published or not. Appended to by its thread.
+        sent: how many of them stand in the stream. Moved by the publisher.
+        sent_at: when it last sent some.
+        store: where its checkpoints go; None before it is prepared.
+        bound: what was stored with the claim; None before.
+        label_sent: the label that Redis knows.
+        end: set once, when the row is closed.
+        end_tried: it was sent, but no answer came.
+        exactness, exactness_reason: the label that the end will carry.
+    """
+
+    def __init__(self, claim: Claim) -> None:
+        self.claim = claim
+        self.fence: Fence = claim.fence
+        self.log: Log = get_log(job=self.fence.job_id, epoch=self.fence.epoch)
+        self.phase = Phase.LOADING
+        self.done = 0
+        self.total = 0
+        self.beat = time.monotonic()
+        self.tokens: list[Token] = []
+        self.sent = 0
+        self.sent_at = 0.0
+        self.store: CheckpointStore | None = None
+        self.end: End | None = None
+        self.end_tried = False
+        self.exactness = claim.exactness
+        self.exactness_reason = claim.exactness_reason
+        self.bound: Bound | None = None
+        self.label_sent = self.label
+        self._stop: Stop | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def job_id(self) -> str:
+        return self.fence.job_id
+
+    @property
+    def label(self) -> tuple[str, str | None]:
+        """Exactness and its reason."""
+        return self.exactness, self.exactness_reason
+
+    @property
+    def model(self) -> str:
+        return self.claim.model
+
+    @property
+    def stop(self) -> Stop | None:
+        """Why it is to stop, if it is."""
+        return self._stop
+
+    @property
+    def fenced(self) -> bool:
+        return self._stop is Stop.FENCED
+
+    @property
+    def unsent(self) -> int:
+        return len(self.tokens) - self.sent
+
+    def ask_to_stop(self, why: Stop) -> bool:
+        """Whether that was news."""
+        with self._lock:
+            if self._stop is not None and self._stop.value >= why.value:
+                return False
+            self._stop = why
+            return True
+
+    def progress(self, phase: Phase, done: int = 0, total: int = 0) -> None:
+        """Note where it stands; anything new counts as a sign of life."""
+        if (phase, done, total) != (self.phase, self.done, self.total):
+            self.phase, self.done, self.total = phase, done, total
+            self.beat = time.monotonic()
+
+    def alive(self) -> None:
+        """A sign of life without progress: waiting for Redis, or for its turn."""
+        self.beat = time.monotonic()
+
+    def relabel(self, reason: str) -> None:
+        """The job is `recomputed` from now on. The first reason stays."""
+        if self.exactness != "recomputed":
+            self.exactness, self.exactness_reason = "recomputed", reason
+            self.log.warning("job recomputed", reason=reason)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """What `bind` stores of an attempt; kept, because a new label is stored the same way."""
+
+    prompt_ids: bytes
+    prompt_tokens: int
+    fingerprint: str
+    geometry: bytes
+    reach: str
+
+
+class Runs:
+    """The attempts of this worker. Safe to use from any thread."""
+
+    def __init__(self) -> None:
+        self._runs: dict[str, Run] = {}
+        self._changed = threading.Condition()
+        self.on_gone: Callable[[Run], object] = lambda run: None
+
+    def add(self, run: Run) -> None:
+        """Enter a run. One that this worker still has of the same job is fenced by its epoch."""
+        with self._changed:
+            old = self._runs.get(run.job_id)
+            if old is not None:
+                old.ask_to_stop(Stop.FENCED)
+                self._runs[f"{run.job_id} {old.fence.nonce}"] = old
+            self._runs[run.job_id] = run
+
+    def remove(self, run: Run) -> None:
+        """The run is over and its slot is free. Harmless when it was removed before."""
+        with self._changed:
+            keys = [key for key, each in self._runs.items() if each is run]
+            for key in keys:
+                del self._runs[key]
+            self._changed.notify_all()
+        if keys:
+            self.on_gone(run)
+
+    def all(self) -> list[Run]:
+        with self._changed:
+            return list(self._runs.values())
+
+    def of_model(self, model: str) -> int:
+        """How many slots of a model are taken."""
+        return sum(run.model == model for run in self.all())
+
+    def has(self, job_id: str) -> bool:
+        return job_id in self._runs
+
+    def get(self, job_id: str) -> Run | None:
+        return self._runs.get(job_id)
+
+    def wait_empty(self, timeout: float) -> bool:
+        """Whether no run was left before the time was over."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._runs, timeout)

@@ -1,0 +1,122 @@
+"""`WorkerSettings`: every knob of a worker, with its default and unit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from ._errors import ConfigError
+
+_PHASE_LIMITS: Mapping[str, float] = {
+    "loading": 600.0,
+    "restore": 600.0,
+    "prefill": 120.0,
+    "catch-up": 120.0,
+    "decode": 120.0,
+    "ending": 300.0,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSettings:
+    """How a worker behaves. Durations are seconds.
+
+    Attributes:
+        models: name under which a model is served -> its folder or hub name.
+        redis_url: where the jobs are; never logged with its password.
+        embedded: the URL is that of the data dir's own server, which the worker starts again
+            when it is gone.
+        data_dir: locks and checkpoints live here.
+        namespace: prefix of every Redis key.
+        slots: how many jobs of a model run at once.
+        chunk_size: tokens of a prefill chunk; None lets the engine choose by device.
+        pipelined: decode ahead of the host; None lets the engine choose by device.
+        checkpoint_every_tokens, checkpoint_every_seconds: whichever comes first.
+        lease_seconds: how long a silent attempt keeps its job.
+        renew_seconds: how often leases are renewed; None is three tenths of a lease.
+        poll_seconds: how often queues are looked at when nothing woke the worker.
+        reap_seconds: how often jobs without a lease are looked for.
+        chores_seconds: how often tickets are mended and ended jobs expired.
+        gc_seconds: how often checkpoints of jobs that are gone are removed.
+        exact_wait_seconds: how long a job that has begun waits for workers of its geometry.
+        grace_seconds: how long a drain may take.
+        publish_seconds, publish_tokens: tokens are packed until one of the two is reached.
+        max_unsent_tokens: decoding pauses when a job has this many tokens that Redis lacks.
+        phase_limits: how long an attempt may go without progress in each phase, before its
+            lease is left to run out.
+        restart_pause_max: longest pause before a child that keeps dying is started again.
+        log_format: "json", "pretty", or "auto" (pretty on a terminal).
+    """
+
+    models: Mapping[str, str]
+    redis_url: str
+    data_dir: Path
+    embedded: bool = False
+    namespace: str = "tenuto:"
+    slots: int = 1
+    chunk_size: int | None = None
+    pipelined: bool | None = None
+    checkpoint_every_tokens: int = 256
+    checkpoint_every_seconds: float = 2.0
+    lease_seconds: float = 10.0
+    renew_seconds: float | None = None
+    poll_seconds: float = 1.0
+    reap_seconds: float = 1.0
+    chores_seconds: float = 5.0
+    gc_seconds: float = 60.0
+    exact_wait_seconds: float = 30.0
+    grace_seconds: float = 30.0
+    publish_seconds: float = 0.02
+    publish_tokens: int = 16
+    max_unsent_tokens: int = 4096
+    phase_limits: Mapping[str, float] = field(default_factory=lambda: dict(_PHASE_LIMITS))
+    restart_pause_max: float = 30.0
+    log_format: str = "auto"
+
+    def __post_init__(self) -> None:
+        if not self.models:
+            raise ConfigError("--model", "no model is given", hint="--model NAME=PATH_OR_REPO")
+        _at_least("--slots", self.slots, 1)
+        _at_least("--checkpoint-every", self.checkpoint_every_tokens, 1)
+        _at_least("--lease-seconds", self.lease_seconds, 0.5)
+        _at_least("--grace-seconds", self.grace_seconds, 0.0)
+        _at_least("--max-unsent-tokens", self.max_unsent_tokens, self.publish_tokens)
+        if self.chunk_size is not None:
+            _at_least("--chunk-size", self.chunk_size, 1)
+        if self.log_format not in ("auto", "json", "pretty"):
+            raise ConfigError("--log-format", f"{self.log_format!r} is not auto, json or pretty")
+
+    @property
+    def lease_ms(self) -> int:
+        return round(self.lease_seconds * 1000)
+
+    @property
+    def renew_every(self) -> float:
+        return self.renew_seconds or self.lease_seconds * 0.3
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """Holds one folder for each job."""
+        return self.data_dir / "checkpoints"
+
+    def limit(self, phase: str) -> float:
+        """How many seconds an attempt may go without progress in a phase."""
+        return self.phase_limits.get(phase, _PHASE_LIMITS[phase])
+
+    def to_json(self) -> str:
+        """One line, for the child."""
+        return json.dumps(asdict(self), default=str)
+
+    @classmethod
+    def from_json(cls, line: str) -> Self:
+        """The inverse of `to_json`."""
+        values: dict[str, Any] = json.loads(line)
+        return cls(**values | {"data_dir": Path(values["data_dir"])})
+
+
+def _at_least(flag: str, value: float, low: float) -> None:
+    if not value >= low:
+        raise ConfigError(flag, f"must be at least {low:g}, is {value:g}")

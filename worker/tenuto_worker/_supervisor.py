@@ -1,0 +1,182 @@
+"""`Supervisor`: the parent process. It holds the worker's name and restarts a child that dies.
+
+It imports nothing heavy, so that it survives what kills its child: a native abort, no memory left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from types import FrameType
+
+from ._child import MLX_ENVIRONMENT, Brief
+from ._errors import EXIT_CONFIG, EXIT_REDIS
+from ._identity import Identity
+from ._logging import get_log
+from ._settings import WorkerSettings
+
+_FIRST_PAUSE_S = 0.5
+# A child that lived this long did not die of how it starts.
+_HEALTHY_S = 30.0
+# Beyond the grace that the child gives itself.
+_KILL_AFTER_S = 10.0
+
+
+class Supervisor:
+    """Runs the worker as a child until asked to stop.
+
+    Args:
+        identity: this worker's name and lock, which the child inherits.
+    """
+
+    def __init__(self, settings: WorkerSettings, identity: Identity) -> None:
+        self._settings = settings
+        self._identity = identity
+        self._log = get_log()
+        self._child: subprocess.Popen[bytes] | None = None
+        self._stops = 0
+        self._kill_at: float | None = None
+        self._pause = 0.0
+        self._signals = _Signals()
+
+    def run(self) -> int:
+        """Until a signal, or an exit of the child that starting again cannot mend."""
+        first = True
+        with self._signals:
+            while True:
+                began = time.monotonic()
+                code = self._run_child(first=first)
+                if self._stops:
+                    return self._code_when_stopped(code)
+                if code == EXIT_CONFIG or (code == EXIT_REDIS and first):
+                    return code
+                first = False
+                self._tell_death(code)
+                if not self._rest(time.monotonic() - began):
+                    return 0
+
+    # -- one child ---------------------------------------------------------------------
+
+    def _run_child(self, *, first: bool) -> int:
+        self._child = child = self._spawn(first=first)
+        self._log.info("child started", pid=child.pid)
+        try:
+            while (code := child.poll()) is None:
+                self._handle(self._signals.wait(self._time_left()))
+                self._kill_if_late()
+        finally:
+            self._child = None
+            assert child.stdin is not None
+            with contextlib.suppress(OSError):
+                child.stdin.close()
+        return code
+
+    def _spawn(self, *, first: bool) -> subprocess.Popen[bytes]:
+        child = subprocess.Popen(
+            # -P: a file of the current folder must not stand in for a module.
+            [sys.executable, "-P", "-m", "tenuto_worker._child"],
+            stdin=subprocess.PIPE,
+            pass_fds=[self._identity.lock],
+            env=os.environ | MLX_ENVIRONMENT,
+            # Ctrl-C is for the supervisor, which passes it on once.
+            process_group=0,
+        )
+        assert child.stdin is not None
+        brief = Brief(self._settings.to_json(), self._identity, first)
+        # Its end, not ours, if it died already.
+        with contextlib.suppress(BrokenPipeError):
+            child.stdin.write(brief.to_json().encode() + b"\n")
+            child.stdin.flush()
+        return child
+
+    # -- signals -----------------------------------------------------------------------
+
+    def _handle(self, numbers: bytes) -> None:
+        for number in numbers:
+            if number in (signal.SIGTERM, signal.SIGINT):
+                self._stop(signal.Signals(number))
+
+    def _stop(self, number: signal.Signals) -> None:
+        self._stops += 1
+        if self._child is None:
+            return
+        if self._stops == 1:
+            self._log.info("stopping", signal=number.name)
+            self._child.send_signal(signal.SIGTERM)
+            self._kill_at = time.monotonic() + self._settings.grace_seconds + _KILL_AFTER_S
+        else:
+            self._child.kill()
+
+    def _time_left(self) -> float | None:
+        return None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
+
+    def _kill_if_late(self) -> None:
+        if self._kill_at is not None and time.monotonic() >= self._kill_at and self._child:
+            self._log.error("child does not end, killed", pid=self._child.pid)
+            self._child.kill()
+            self._kill_at = None
+
+    # -- its death ---------------------------------------------------------------------
+
+    def _code_when_stopped(self, code: int) -> int:
+        # SIGTERM may reach the child before it has a handler; it has no jobs then.
+        if code in (0, -signal.SIGTERM):
+            return 0
+        return 128 - code if code < 0 else code
+
+    def _tell_death(self, code: int) -> None:
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        hint = "out of memory?" if code == -signal.SIGKILL else None
+        self._log.error("child died", how=how, hint=hint)
+
+    def _rest(self, lived: float) -> bool:
+        """Wait before the next child, longer each time it dies early; False to stop instead."""
+        if lived >= _HEALTHY_S:
+            self._pause = 0.0
+        end = time.monotonic() + self._pause
+        longest = self._settings.restart_pause_max
+        self._pause = min(longest, self._pause * 2 or _FIRST_PAUSE_S)
+        while not self._stops and (left := end - time.monotonic()) > 0:
+            self._handle(self._signals.wait(left))
+        return not self._stops
+
+
+class _Signals:
+    """Signals as bytes that can be waited for, with no moment in which one can be missed."""
+
+    _numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+
+    def __enter__(self) -> None:
+        self._read, self._write = os.pipe()
+        for end in (self._read, self._write):
+            os.set_blocking(end, False)
+        self._before = {number: signal.signal(number, _note) for number in self._numbers}
+        self._old_wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._read, selectors.EVENT_READ)
+
+    def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(self._old_wakeup)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._selector.close()
+        os.close(self._read)
+        os.close(self._write)
+
+    def wait(self, seconds: float | None) -> bytes:
+        """The numbers of the signals that came, after at most so many seconds."""
+        if not self._selector.select(seconds):
+            return b""
+        try:
+            return os.read(self._read, 512)
+        except BlockingIOError:
+            return b""
+
+
+def _note(_number: int, _frame: FrameType | None) -> None:
+    """The number is written to the pipe; there is nothing else to do."""
