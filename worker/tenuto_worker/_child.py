@@ -1,6 +1,6 @@
 """`Child`: the process that does the work. It builds the rooms, starts and stops them in order.
 
-Run by the supervisor as `python -m tenuto_worker._child`. Its first line on stdin is a `Brief`;
+Run by the supervisor, which calls `main`. Its first line on stdin is a `Brief`;
 after that, the end of stdin means that the supervisor is gone.
 """
 
@@ -17,11 +17,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, NoReturn, Self
 
+from tenuto_client import Keys
+
 from ._errors import EXIT_BROKEN, StartError
 from ._identity import Identity
 from ._logging import get_log, redacted, set_up_logging
 from ._redis import Outage, Patience, connect, reach, reviver, weaknesses
 from ._settings import WorkerSettings
+from ._take_back import take_back
 
 if TYPE_CHECKING:
     from ._rooms import Rooms
@@ -75,12 +78,11 @@ class Child:
             StartError: it cannot start, and starting again would not help.
         """
         self._listen_for_the_end()
-        await asyncio.to_thread(self._reach_redis)
-        # Not before: this imports what reads MLX's environment.
+        await asyncio.to_thread(self._greet_redis)
+        # Not before: it takes seconds.
         from ._rooms import Rooms
 
         rooms = Rooms(self._settings, self._identity, self._outage, self._patience)
-        await asyncio.to_thread(rooms.take_back)
         await self._load(rooms)
         await asyncio.to_thread(rooms.open)
         self._serving = True
@@ -96,12 +98,13 @@ class Child:
         self._log.info("worker ended")
         return 0
 
-    def _reach_redis(self) -> None:
+    def _greet_redis(self) -> None:
         client = connect(self._settings.redis_url)
         if self._first:
             reach(client, self._settings.redis_url)
         else:
             self._patience(client.ping, until=lambda: False, beat=lambda: None)
+        take_back(client, Keys(self._settings.namespace), self._identity.name, self._patience)
         for weakness in weaknesses(client):
             self._log.warning("redis may lose jobs", setting=weakness)
         client.close()
@@ -200,7 +203,3 @@ def main() -> NoReturn:
     except Exception:
         log.critical("worker broke", exc_info=True)
         leave(EXIT_BROKEN)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,7 +6,6 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import redis
@@ -35,8 +34,8 @@ from ._tickets import Tickets
 class Rooms:
     """The parts of a worker.
 
-    In this order: construct, `take_back`, `load` (on the decode thread), `open`, run `threads()`
-    and `tickets`; `drain` ends the work.
+    In this order: construct, `load` (on the decode thread), `open`, run `threads()` and `tickets`;
+    `drain` ends the work.
     """
 
     def __init__(
@@ -64,19 +63,6 @@ class Rooms:
         self.lease = self._make_lease_keeper()
         self.housekeeper = self._make_housekeeper()
 
-    def take_back(self) -> None:
-        """Requeue what the previous incarnation of this worker, which is dead, was running."""
-        scripts, holder = JobScripts(self._client, self._keys), self._identity.name
-        self._patiently(self._namespace.refresh)
-        running: list[bytes] = self._patiently(
-            lambda: self._client.zrange(self._keys.running(), 0, -1)
-        )
-        for job in running:
-            job_id = job.decode()
-            state = self._patiently(partial(scripts.take_back, job_id, holder))
-            if state != "foreign":
-                self._log.warning("job taken back", job=job_id, state=state)
-
     def load(self) -> None:
         """Load the models, on the decode thread.
 
@@ -103,6 +89,7 @@ class Rooms:
             poke=self.claimer.poke,
             has_slot=self.claimer.has_slot,
         )
+        # It also learns the namespace id, without which nothing may be saved.
         self._patiently(self._announcer.announce)
 
     def threads(self) -> dict[str, Callable[[], None]]:

@@ -79,7 +79,7 @@ class Supervisor:
     def _spawn(self, *, first: bool) -> subprocess.Popen[bytes]:
         child = subprocess.Popen(
             # -P: a file of the current folder must not stand in for a module.
-            [sys.executable, "-P", "-m", "tenuto_worker._child"],
+            [sys.executable, "-P", "-c", "from tenuto_worker._child import main; main()"],
             stdin=subprocess.PIPE,
             pass_fds=[self._identity.lock],
             env=os.environ | MLX_ENVIRONMENT,

@@ -1,0 +1,35 @@
+"""Taking back what the previous incarnation of this worker, which is dead, was running.
+
+The lock that the worker holds is the proof that it is dead, so nobody waits for its leases. This comes
+before anything heavy is imported: a model may take minutes to load, and others may go on meanwhile.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import redis
+
+from tenuto_client import Keys
+
+from ._logging import get_log
+from ._redis import Patience
+from ._scripts import JobScripts
+
+
+def take_back(client: redis.Redis, keys: Keys, holder: str, patience: Patience) -> list[str]:
+    """Requeue the running jobs of `holder`; returns their ids."""
+    scripts = JobScripts(client, keys)
+
+    def patiently(call: Any) -> Any:
+        return patience(call, until=lambda: False, beat=lambda: None)
+
+    taken = []
+    for job in patiently(partial(client.zrange, keys.running(), 0, -1)):
+        job_id = job.decode()
+        state = patiently(partial(scripts.take_back, job_id, holder))
+        if state != "foreign":
+            get_log(job=job_id).warning("job taken back", state=state)
+            taken.append(job_id)
+    return taken
