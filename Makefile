@@ -72,9 +72,19 @@ bench: $(READY) ## Tokens a second of the whole path, against bare mlx-lm
 compat: $(CLIENT_VENVS)/oldest/.ready $(CLIENT_VENVS)/newest/.ready ## Test the client alone, without MLX, on the oldest and newest redis-py
 	@for version in oldest newest; do \
 		python=$(CLIENT_VENVS)/$$version/bin/python; \
-		"$$python" -c 'import redis; print("client alone, with redis-py", redis.__version__)' && \
+		"$$python" -c "$$PROVE_ALONE" && \
 		"$$python" -m pytest -m 'not slow' tests/client $(ARGS) || exit 1; \
 	done
+
+define PROVE_ALONE
+from importlib.util import find_spec
+import redis
+found = [name for name in ("arq", "mlx", "mlx_lm", "numpy", "transformers") if find_spec(name)]
+if found:
+    raise SystemExit(f"the client is not alone: {found}")
+print("The client alone, with redis-py", redis.__version__, flush=True)
+endef
+export PROVE_ALONE
 
 .PHONY: lock
 lock: ## Pin newer versions into requirements/*.txt (needs uv)
