@@ -162,7 +162,7 @@ class Connection:
         return await asyncio.to_thread(ensure_server, self._data_dir)
 
     def _mapped(self, error: Exception) -> ServerUnavailable:
-        if isinstance(error, redis.AuthenticationError | redis.exceptions.NoPermissionError):
+        if _is_refusal(error):
             return ServerUnavailable(
                 f"{self._address} refuses: {error}",
                 hint="user and password belong into the URL: redis://user:password@host",
@@ -173,9 +173,23 @@ class Connection:
                 hint="is the server up? tenuto doctor looks",
                 transient=True,
             )
+        if isinstance(error, redis.exceptions.OutOfMemoryError):
+            return ServerUnavailable(
+                f"{self._address} is out of memory: {error}",
+                hint="raise maxmemory, or delete old jobs",
+            )
         return ServerUnavailable(
             f"{self._address} refused a command: {error}", hint="tenuto doctor looks for the cause"
         )
+
+
+def _is_refusal(error: BaseException | None) -> bool:
+    """Whether the server knows us not, which redis-py hides below a lost connection."""
+    while error is not None:
+        if isinstance(error, redis.AuthenticationError | redis.exceptions.NoPermissionError):
+            return True
+        error = error.__cause__
+    return False
 
 
 def _reason(error: Exception) -> str:
