@@ -6,6 +6,7 @@ from collections.abc import Sequence as Ids
 from typing import Any
 
 from tenuto_engine._caches import CacheState, check_supported, rebuild
+from tenuto_engine._decode import take_published
 from tenuto_engine._errors import InvalidOption, PromptTooLong, ResumeMismatch
 from tenuto_engine._logits import LogitsProcessors
 from tenuto_engine._model import LoadedModel
@@ -34,7 +35,7 @@ def admit(loaded: LoadedModel, ids: Ids[int], options: GenerationOptions, chunk:
     sequence.stats.cached_tokens = min(position, len(prompt))
     sequence.prefill_done = min(position, len(prompt))
     sequence.replay(generated)
-    return Row(
+    row = Row(
         sequence=sequence,
         caches=caches,
         position=position,
@@ -43,6 +44,10 @@ def admit(loaded: LoadedModel, ids: Ids[int], options: GenerationOptions, chunk:
         sampler=Sampler(options, sequence.seed),
         pending=_pending(options),
     )
+    # In the synchronous loop a reader has the pending token of a checkpoint already.
+    if row.pending and options.published_tokens:
+        take_published(row)
+    return row
 
 
 def _split(

@@ -67,15 +67,19 @@ def pipelined_step(model: Forward, row: Row) -> None:
 
 
 def catch_up_step(model: Forward, row: Row) -> None:
-    """Feed the next published token, compared with the one that this engine would choose."""
-    if row.settled:
-        advance(model, row)
+    """Forward the published token that was taken last, and take the next one."""
+    advance(model, row)
+    take_published(row)
+    if row.sequence.finish_reason is None:
+        row.checkpoint_if_due()
+
+
+def take_published(row: Row) -> None:
+    """Put the next published token in the place of the pending one, compared with it."""
     published = row.sequence.next_published
     assert published is not None
     row.sequence.take_published(published, _read(row))
     row.pending = Pending.known(Drawn(published.token, published.logprob, published.top_logprobs))
-    if row.sequence.finish_reason is None:
-        row.checkpoint_if_due()
 
 
 def _read(row: Row) -> Drawn:

@@ -16,7 +16,12 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tenuto_engine import _model, _prompt
 from tenuto_engine._admission import admit
 from tenuto_engine._checkpoint import Checkpoint
-from tenuto_engine._decode import catch_up_step, pipelined_step, synchronous_step
+from tenuto_engine._decode import (
+    catch_up_step,
+    pipelined_step,
+    synchronous_step,
+    take_published,
+)
 from tenuto_engine._errors import InvalidOption
 from tenuto_engine._generation import Generation
 from tenuto_engine._model import LoadedModel
@@ -236,12 +241,14 @@ class Engine:
         return [TokenEvent(sequence, token) for token in sequence.hand_out()]
 
     def _decode(self, row: Row) -> None:
-        if row.sequence.state is SequenceState.CATCH_UP:
+        sequence = row.sequence
+        if sequence.finish_reason:
+            return  # the last published token was the end
+        if sequence.next_published:
             catch_up_step(self._loaded.model, row)
-            if row.sequence.next_published is None:
-                row.sequence.state = SequenceState.DECODE
         else:
             self._decode_step(self._loaded.model, row)
+        sequence.state = _decoding_state(sequence)
 
     def _prefill(self, row: Row) -> None:
         sequence = row.sequence
@@ -250,10 +257,10 @@ class Engine:
             return
         row.checkpoint_if_due(now=True)
         if sequence.next_published:
-            sequence.state = SequenceState.CATCH_UP
+            take_published(row)
         else:
-            sequence.state = SequenceState.DECODE
             sequence.take(row.pending.read())
+        sequence.state = _decoding_state(sequence)
 
     def _end(self, sequence: Sequence, state: SequenceState) -> None:
         sequence.state = state
@@ -269,10 +276,10 @@ def _begin(row: Row) -> None:
     sequence = row.sequence
     if sequence.state is not SequenceState.WAITING:
         return
-    sequence.start_clock(prefills=row.pending is None)
-    if row.pending is None:
-        sequence.state = SequenceState.PREFILL
-    elif sequence.next_published:
-        sequence.state = SequenceState.CATCH_UP
-    else:
-        sequence.state = SequenceState.DECODE
+    prefills = row.pending is None
+    sequence.start_clock(prefills=prefills)
+    sequence.state = SequenceState.PREFILL if prefills else _decoding_state(sequence)
+
+
+def _decoding_state(sequence: Sequence) -> SequenceState:
+    return SequenceState.CATCH_UP if sequence.next_published else SequenceState.DECODE

@@ -1,0 +1,104 @@
+"""What the engine generates is what mlx-lm generates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.sample_utils import make_logits_processors
+
+from engine_runs import PROMPT, run
+from tenuto_engine import Engine
+from tiny_models import KINDS, Kind, build_tiny_model
+
+LoadEngine = Callable[..., Engine]
+
+TOKENS = 90
+
+
+def reference(
+    engine: Engine, prompt: list[int], chunk: int, **how: Any
+) -> tuple[list[int], list[mx.array]]:
+    made = list(
+        generate_step(
+            mx.array(prompt),
+            engine._loaded.model,
+            max_tokens=TOKENS,
+            prefill_step_size=chunk,
+            **how,
+        )
+    )
+    return [int(token) for token, _ in made], [logprobs for _, logprobs in made]
+
+
+@pytest.mark.parametrize("chunk", [16, 24, 64])
+def test_greedy_tokens_and_logprobs_are_those_of_generate_step(
+    load_engine: LoadEngine, kind: Kind, chunk: int
+) -> None:
+    engine = load_engine(kind, chunk_size=chunk)
+    prompt = engine.encode_prompt(PROMPT, raw=True)
+    ids, logprobs = reference(engine, prompt, chunk)
+    made = run(engine, prompt, max_tokens=TOKENS, ignore_eos=True)
+    assert made.ids == ids
+    assert [t.logprob for t in made.tokens] == [
+        row[i].item() for row, i in zip(logprobs, ids, strict=True)
+    ]
+
+
+def test_greedy_in_bfloat16_is_that_of_generate_step(tmp_path: Any) -> None:
+    for kind in KINDS:
+        engine = Engine.load(build_tiny_model(tmp_path / kind, kind, dtype="bfloat16"))
+        prompt = engine.encode_prompt(PROMPT, raw=True)
+        ids, logprobs = reference(engine, prompt, 32)
+        made = run(engine, prompt, max_tokens=TOKENS, ignore_eos=True)
+        assert made.ids == ids
+        assert [t.logprob for t in made.tokens] == [
+            row[i].item() for row, i in zip(logprobs, ids, strict=True)
+        ]
+
+
+def test_penalties_and_bias_are_those_of_generate_step(llama: Engine) -> None:
+    asked: dict[str, Any] = {
+        "repetition_penalty": 1.3,
+        "repetition_context_size": 30,
+        "presence_penalty": 0.4,
+        "frequency_penalty": 0.2,
+        "frequency_context_size": 10,
+        "logit_bias": {263: 2.0, 304: -1.0},
+    }
+    prompt = llama.encode_prompt(PROMPT, raw=True)
+    ids, _ = reference(llama, prompt, 16, logits_processors=make_logits_processors(**asked))
+    assert run(llama, prompt, max_tokens=TOKENS, ignore_eos=True, **asked).ids == ids
+    assert ids != reference(llama, prompt, 16)[0]
+
+
+def test_top_logprobs_are_the_likeliest_of_the_log_softmax(llama: Engine) -> None:
+    prompt = llama.encode_prompt(PROMPT, raw=True)
+    _, rows = reference(llama, prompt, 16)
+    made = run(llama, prompt, max_tokens=TOKENS, ignore_eos=True, logprobs=5)
+    for token, row in zip(made.tokens, rows, strict=True):
+        order = sorted(range(row.size), key=lambda i: (-row[i].item(), i))[:5]
+        assert token.top_logprobs == tuple((i, row[i].item()) for i in order)
+
+
+def test_one_prompt_token_is_enough(load_engine: LoadEngine, kind: Kind) -> None:
+    engine = load_engine(kind)
+    ids, _ = reference(engine, [70], 16)
+    assert run(engine, [70], max_tokens=TOKENS, ignore_eos=True).ids == ids
+
+
+@pytest.mark.parametrize("style", ["greedy", "sampled"])
+def test_the_pipelined_loop_gives_the_bits_of_the_synchronous_one(
+    load_engine: LoadEngine, kind: Kind, style: str
+) -> None:
+    from engine_runs import STYLES
+
+    runs = []
+    for pipelined in (False, True):
+        engine = load_engine(kind, pipelined=pipelined)
+        prompt = engine.encode_prompt(PROMPT, raw=True)
+        runs.append(run(engine, prompt, max_tokens=TOKENS, **STYLES[style]))
+    assert runs[0] == runs[1]
