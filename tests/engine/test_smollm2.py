@@ -15,7 +15,6 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
 
 from tenuto_engine import _smollm2
 from tenuto_engine._errors import ModelLoadError
@@ -49,14 +48,22 @@ def test_the_file_is_found_and_its_package_not_imported() -> None:
 @needs_package
 def test_it_knows_the_capital_of_france(loaded: tuple[Any, Any]) -> None:
     model, tokenizer = loaded
-    caches = make_prompt_cache(model)
     tokens = tokenizer.encode("The capital of France is")
-    said = []
-    for _ in range(2):
-        logits = model(mx.array([tokens]), cache=caches)
-        tokens = [int(mx.argmax(logits[0, -1]).item())]  # type: ignore[arg-type]
-        said += tokens
-    assert tokenizer.decode(said).startswith(" Paris")
+    logits = model(mx.array([tokens]))
+    assert tokenizer.decode(int(np.argmax(logits[0, -1]))) == " Paris"
+
+
+@needs_package
+def test_plain_english_is_as_likely_as_it_should_be(loaded: tuple[Any, Any]) -> None:
+    # 2.91 nats a token; 3.57 with the rotary halves left interleaved, which is still fluent.
+    model, tokenizer = loaded
+    tokens = tokenizer.encode(
+        "The sun rises in the east and sets in the west. "
+        "Water boils at one hundred degrees, and it freezes at zero degrees."
+    )
+    logits = np.array(model(mx.array([tokens[:-1]]))[0], np.float64)
+    logprobs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    assert -logprobs[np.arange(len(tokens) - 1), tokens[1:]].mean() < 3.1
 
 
 @needs_package
