@@ -86,7 +86,7 @@ def test_tokens_are_those_the_model_was_trained_with(loaded: tuple[Any, Any]) ->
     tokenizer = loaded[1]
     # Every digit stands alone, and a control token is one token.
     assert tokenizer.encode("Hello world 12") == [19556, 905, 216, 33, 34]
-    assert tokenizer.encode("<|im_start|>a<|im_end|>") == [1, 81, 2]
+    assert tokenizer.encode("<|im_start|>a<|im_end|><repo_name>") == [1, 81, 2, 3]
     assert tokenizer.eos_token_ids == {2}
 
 
