@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from pathlib import Path
@@ -70,7 +71,9 @@ def _sync(handle: int) -> None:
         # systems (network ones) do not know the stronger call.
         try:
             fcntl(handle, F_FULLFSYNC)
-        except OSError:
+        except OSError as error:
+            if error.errno not in (errno.ENOTSUP, errno.EINVAL, errno.ENOTTY):
+                raise
             os.fsync(handle)
     else:
         os.fsync(handle)
