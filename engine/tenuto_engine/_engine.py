@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -24,14 +24,12 @@ from tenuto_engine._decode import (
 )
 from tenuto_engine._errors import InvalidOption
 from tenuto_engine._generation import Generation
+from tenuto_engine._geometry import Geometry, geometry_of
 from tenuto_engine._model import LoadedModel
 from tenuto_engine._options import GenerationOptions
 from tenuto_engine._prefill import PrefillTurn, prefill_step
 from tenuto_engine._sequence import Sequence, SequenceState, TokenEvent
 from tenuto_engine._slots import Row, Slots
-
-if TYPE_CHECKING:
-    from tenuto_engine._geometry import Geometry
 
 CHUNK_GPU: Final = 512
 CHUNK_CPU: Final = 32
@@ -47,7 +45,13 @@ class Engine:
     """
 
     def __init__(
-        self, loaded: LoadedModel, *, slots: int, chunk_size: int, pipelined: bool
+        self,
+        loaded: LoadedModel,
+        *,
+        slots: int,
+        chunk_size: int,
+        pipelined: bool,
+        hash_cache: Path | None = None,
     ) -> None:
         self._loaded = loaded
         self._slots = Slots(slots)
@@ -58,6 +62,7 @@ class Engine:
         self._generations: weakref.WeakKeyDictionary[Sequence, weakref.ref[Generation]]
         self._generations = weakref.WeakKeyDictionary()
         self._geometry: Geometry | None = None
+        self._hash_cache = hash_cache
 
     @classmethod
     def load(
@@ -67,6 +72,7 @@ class Engine:
         slots: int = 1,
         chunk_size: int | None = None,
         pipelined: bool | None = None,
+        hash_cache: Path | None = None,
     ) -> Engine:
         """Load a model folder, or a Hugging Face repository by name.
 
@@ -77,6 +83,8 @@ class Engine:
                 the geometry: another size gives other bits.
             pipelined: dispatch step n+1 before token n is read; None is on a GPU only. It
                 changes the speed, never a bit.
+            hash_cache: a file that remembers the hashes of model files, so that ``geometry``
+                reads unchanged weights only once.
 
         Raises:
             ModelLoadError: nothing usable is there. UnsupportedCache is one of those.
@@ -93,6 +101,7 @@ class Engine:
             slots=slots,
             chunk_size=chunk,
             pipelined=on_gpu if pipelined is None else pipelined,
+            hash_cache=hash_cache,
         )
 
     @property
@@ -129,10 +138,10 @@ class Engine:
     @property
     def geometry(self) -> Geometry:
         """All that decides the bits of a logit here; computed at the first use."""
-        from tenuto_engine._geometry import geometry_of
-
         if self._geometry is None:
-            self._geometry = geometry_of(self._loaded, width=DECODE_WIDTH, chunk=self._chunk)
+            self._geometry = geometry_of(
+                self._loaded, width=DECODE_WIDTH, chunk=self._chunk, cache_file=self._hash_cache
+            )
         return self._geometry
 
     def encode_prompt(self, prompt: _prompt.Prompt, raw: bool = False) -> list[int]:
