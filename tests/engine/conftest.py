@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,7 +32,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 def load_engine(model_folders: dict[Kind, Path]) -> LoadEngine:
     """`load_engine(kind, **how)`: the tiny model of a kind, with chunks of 16."""
 
-    def load(kind: Kind, *, chunk_size: int = 16, **how: int | bool) -> Engine:
+    def load(kind: Kind, *, chunk_size: int = 16, **how: Any) -> Engine:
         return Engine.load(model_folders[kind], chunk_size=chunk_size, **how)
 
     return load

@@ -31,6 +31,11 @@ def break_by_removing(name: str) -> Callable[[Path], None]:
     return lambda folder: (folder / name).unlink()
 
 
+def put_a_file_there(folder: Path) -> None:
+    shutil.rmtree(folder)
+    folder.touch()
+
+
 def truncate_weights(folder: Path) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
@@ -40,7 +45,7 @@ def truncate_weights(folder: Path) -> None:
     ("damage", "reason"),
     [
         (shutil.rmtree, "no such folder"),
-        (lambda f: [shutil.rmtree(f), f.touch()], "is a file"),
+        (put_a_file_there, "is a file"),
         (break_by_removing("config.json"), "no config.json"),
         (break_by_removing("model.safetensors"), "no model"),
         (break_by_removing("tokenizer.json"), "tokenizer"),

@@ -15,6 +15,7 @@ from tenuto_engine import (
     InvalidOption,
     ResumeMismatch,
     SequenceState,
+    Token,
     resume_options,
 )
 from tiny_models import Kind
@@ -139,7 +140,7 @@ def test_a_checkpoint_on_request_resumes_wherever_it_is_taken(llama: Engine) -> 
     options = STYLES["sampled"] | {"max_tokens": 30}
     whole = run(llama, encode(llama), **options)
     sequence = llama.add(encode(llama), GenerationOptions(**options))
-    tokens = []
+    tokens: list[Token] = []
     while len(tokens) < 12:
         tokens += [event.token for event in llama.step()]
     checkpoint = llama.checkpoint(sequence)
