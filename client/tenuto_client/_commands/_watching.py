@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from tenuto_client import _lines as lines
@@ -11,7 +12,6 @@ from tenuto_client._backend import Event
 from tenuto_client._client import Client
 from tenuto_client._command import FAILED, INTERRUPTED, complain
 from tenuto_client._config import Settings
-from tenuto_client._job import Job
 from tenuto_client._progress import Progress
 from tenuto_client._records import EndEvent, JobRecord, JobState, ProgressEvent, StateEvent, Token
 
@@ -31,12 +31,14 @@ async def _follow(settings: Settings, watcher: _Watcher) -> int:
         settings.redis_url, namespace=settings.namespace, data_dir=settings.data_dir
     ) as client:
         job = client.job(watcher.job_id)
+        # First of all this checks the index; it asks the server nothing yet.
+        events = job.events(watcher.index)
         watcher.begin(await job.status())
-        return await _print_events(job, watcher)
+        return await _print_events(events, watcher)
 
 
-async def _print_events(job: Job, watcher: _Watcher) -> int:
-    async with aclosing(job.events(watcher.index)) as events:
+async def _print_events(source: AsyncGenerator[Event, None], watcher: _Watcher) -> int:
+    async with aclosing(source) as events:
         async for event in events:
             if isinstance(event, Token):
                 watcher.index = event.index

@@ -1,0 +1,469 @@
+"""The `tenuto` command as a user runs it: output, exit codes, signals."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+from raw_worker import RawWorker, poll, story
+from servers import RealServer
+from tenuto_client import Keys, unpack_spec
+from tenuto_client._command import main
+
+RECORD_KEYS = [
+    "id", "model", "state", "epoch", "prompt_tokens", "tokens", "created_at", "started_at",
+    "finished_at", "finish_reason", "exactness", "error", "priority", "metadata",
+]  # fmt: skip
+
+
+@dataclass
+class Done:
+    """A command that has ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+class Tenuto:
+    """Runs the command against the test's namespace: in this process, or beside it."""
+
+    def __init__(self, url: str, namespace: str, data_dir: Path) -> None:
+        self.environ = {
+            "TENUTO_REDIS_URL": url,
+            "TENUTO_NAMESPACE": namespace,
+            "TENUTO_DATA_DIR": str(data_dir),
+        }
+
+    def __call__(self, *args: str, stdin: str = "", code: int = 0) -> Done:
+        """Run it to its end and check its exit code."""
+        out, err = io.BytesIO(), io.BytesIO()
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in self.environ.items():
+                patch.setenv(name, value)
+            patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), "utf-8"))
+            for name, buffer in (("stdout", out), ("stderr", err)):
+                stream = io.TextIOWrapper(buffer, "utf-8", newline="", write_through=True)
+                patch.setattr(sys, name, stream)
+            try:
+                found = main(args)
+            except SystemExit as end:
+                found = int(str(end.code or 0))
+            done = Done(found, out.getvalue().decode(), err.getvalue().decode())
+        assert done.code == code, (args, done)
+        return done
+
+    def start(self, *args: str, **environ: str) -> subprocess.Popen[str]:
+        """Run it beside the test."""
+        script = "import sys; from tenuto_client._command import main; sys.exit(main())"
+        return subprocess.Popen(
+            [sys.executable, "-c", script, *args],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **self.environ, **environ},
+        )
+
+
+@pytest.fixture
+def tenuto(redis_url: str, namespace: str, worker: RawWorker, tmp_path: Path) -> Tenuto:
+    """The command, where a worker has announced the model `m`."""
+    return Tenuto(redis_url, namespace, tmp_path / "data")
+
+
+def lines(done: Done) -> list[dict[str, Any]]:
+    """The objects of `--json`, one a line."""
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def finished(tenuto: Tenuto, worker: RawWorker, **how: Any) -> str:
+    """A job with three tokens and an end."""
+    job_id = tenuto("submit", "m", "hi", "--logprobs", "2").stdout.strip()
+    attempt = worker.claim()
+    attempt.publish(1, 3)
+    attempt.finish(**how)
+    return job_id
+
+
+def read_until(stream: IO[str] | None, wanted: str) -> str:
+    """Read a running command's output until something stands in it."""
+    assert stream is not None
+    got = ""
+    while wanted not in got:
+        piece = stream.read(1)
+        assert piece, got
+        got += piece
+    return got
+
+
+def test_submit_prints_the_id_alone_and_watch_prints_the_text(
+    tenuto: Tenuto, worker: RawWorker
+) -> None:
+    submitted = tenuto("submit", "m", "hi")
+    job_id = submitted.stdout.removesuffix("\n")
+    assert submitted.stdout == f"{job_id}\n"
+    assert submitted.stderr == ""
+    attempt = worker.claim()
+    assert attempt.job_id == job_id
+    attempt.publish(1, 3)
+    attempt.finish(text="!")
+    watched = tenuto("watch", job_id)
+    assert (watched.stdout, watched.stderr) == (" w1 w2 w3!\n", "")
+    assert tenuto("watch", job_id, "--after", "2").stdout == " w3!\n"
+    assert tenuto("result", job_id).stdout == " w1 w2 w3!\n"
+
+
+def test_watch_json_is_one_object_a_line_of_the_documented_shapes(
+    tenuto: Tenuto, worker: RawWorker
+) -> None:
+    printed = lines(tenuto("watch", finished(tenuto, worker, reason="length"), "--json"))
+    assert printed[0] == {
+        "type": "state", "state": "queued", "epoch": 1, "index": 0, "worker": None
+    }  # fmt: skip
+    assert printed[1] == {
+        "type": "state", "state": "running", "epoch": 1, "index": 0, "worker": "raw-1"
+    }  # fmt: skip
+    assert printed[2] == {
+        "type": "token", "index": 1, "token": 1001, "text": " w1", "logprob": -0.125,
+        "top_logprobs": [[1001, -0.125], [7, -9.5]],
+    }  # fmt: skip
+    assert printed[-1] == {
+        "type": "end", "index": 3, "state": "completed", "finish_reason": "length", "text": "",
+        "usage": {"prompt_tokens": 3, "completion_tokens": 3}, "exactness": "exact",
+    }  # fmt: skip
+    assert [line["type"] for line in printed] == ["state"] * 2 + ["token"] * 3 + ["end"]
+
+
+def test_json_logprobs_have_the_bits_that_were_published(tenuto: Tenuto, worker: RawWorker) -> None:
+    job_id = tenuto("submit", "m", "hi").stdout.strip()
+    attempt = worker.claim()
+    attempt.publish(1, 40)
+    attempt.finish()
+    printed = [line for line in lines(tenuto("watch", job_id, "--json")) if line["type"] == "token"]
+    expected = [struct.pack("f", token.logprob) for token in story(1, 40)]
+    assert [struct.pack("f", line["logprob"]) for line in printed] == expected
+
+
+def test_a_record_has_the_documented_keys_in_submit_status_list_cancel_and_resume(
+    tenuto: Tenuto, worker: RawWorker
+) -> None:
+    (submitted,) = lines(
+        tenuto("submit", "m", "hi", "--json", "--priority", "3", "--metadata", '{"a": 1}')
+    )
+    assert list(submitted) == RECORD_KEYS
+    assert (submitted["state"], submitted["priority"], submitted["metadata"]) == (
+        "queued", 3, {"a": 1}
+    )  # fmt: skip
+    job_id = submitted["id"]
+    for command in ("status", "cancel", "resume"):
+        (record,) = lines(tenuto(command, job_id, "--json"))
+        assert list(record)[: len(RECORD_KEYS)] == RECORD_KEYS
+    (record,) = lines(tenuto("list", "--json", "--state", "queued", "--model", "m"))
+    assert (record["id"], record["epoch"]) == (job_id, 2)
+
+
+def test_list_json_is_one_job_a_line_and_pages(tenuto: Tenuto) -> None:
+    ids = [tenuto("submit", "m", "hi").stdout.strip() for _ in range(3)][::-1]
+    assert [job["id"] for job in lines(tenuto("list", "--json", "--limit", "2"))] == ids[:2]
+    assert [job["id"] for job in lines(tenuto("list", "--json", "--before", ids[1]))] == ids[2:]
+    table = tenuto("list").stdout.splitlines()
+    assert [row.split()[0] for row in table[1:]] == ids
+
+
+def test_result_json_has_the_text_and_every_token(tenuto: Tenuto, worker: RawWorker) -> None:
+    (result,) = lines(tenuto("result", finished(tenuto, worker), "--json"))
+    assert result["text"] == " w1 w2 w3"
+    assert [token["token"] for token in result["tokens"]] == [1001, 1002, 1003]
+    assert (result["state"], result["finish_reason"]) == ("completed", "stop")
+
+
+@pytest.mark.parametrize("command", ["watch", "result"])
+def test_a_failed_job_is_exit_1_with_its_text_and_its_reason(
+    command: str, tenuto: Tenuto, worker: RawWorker
+) -> None:
+    job_id = finished(tenuto, worker, state="failed", reason="", error="out of luck")
+    done = tenuto(command, job_id, code=1)
+    assert done.stdout == " w1 w2 w3\n"
+    assert "out of luck" in done.stderr
+    assert lines(tenuto("watch", job_id, "--json", code=1))[-1]["error"] == "out of luck"
+    assert "out of luck" in tenuto("status", job_id).stdout
+
+
+def test_a_cancelled_job_is_exit_1_and_says_how_to_go_on(tenuto: Tenuto) -> None:
+    job_id = tenuto("submit", "m", "hi").stdout.strip()
+    assert tenuto("cancel", job_id).stdout == f"{job_id} is cancelled\n"
+    tenuto("cancel", job_id)
+    assert f"tenuto resume {job_id}" in tenuto("watch", job_id, code=1).stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["submit", "m", ""],
+        ["submit", "nobody", "hi"],
+        ["submit", "m", "hi", "--max-tokens", "0"],
+        ["submit", "m", "hi", "--max-tokens", "many"],
+        ["submit", "m", "hi", "--temperature", "nan"],
+        ["submit", "m", "hi", "--deadline", "1e300"],
+        ["submit", "m", "hi", "--retention", "soon"],
+        ["submit", "m", "hi", "--metadata", "{"],
+        ["submit", "m", "--prompt-json", "[]"],
+        ["submit", "m", "hi", "--prompt-json", "[1]"],
+        ["submit", "m"],
+        ["submit"],
+        ["watch", "x", "--after", "-1"],
+        ["watch"],
+        ["list", "--state", "done"],
+        ["list", "--limit", "0"],
+        ["list", "--namespace", "a b"],
+        ["status", "x", "--redis", "http://x"],
+        ["no-such-command"],
+        ["--no-such-flag"],
+        [],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_is_exit_2_and_says_why(args: Sequence[str], tenuto: Tenuto) -> None:
+    done = tenuto(*args, code=2)
+    assert done.stdout == ""
+    assert done.stderr
+
+
+def test_a_conflict_and_an_impossible_resume_are_exit_2(tenuto: Tenuto, worker: RawWorker) -> None:
+    tenuto("submit", "m", "hi", "--idempotency-key", "k")
+    tenuto("submit", "m", "hi", "--idempotency-key", "k")
+    assert "another body" in tenuto("submit", "m", "ho", "--idempotency-key", "k", code=2).stderr
+    worker.claim().finish()
+    (job,) = lines(tenuto("list", "--json"))
+    assert "completed" in tenuto("resume", job["id"], code=2).stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["submit", "m", "hi"], ["watch", "x"], ["status", "x"], ["result", "x"], ["list"]],
+    ids=" ".join,
+)
+def test_an_unreachable_server_is_exit_3_without_the_password(
+    args: Sequence[str], tenuto: Tenuto
+) -> None:
+    done = tenuto(*args, "--redis", "redis://user:sesame@localhost:1/0", code=3)
+    assert "localhost:1" in done.stderr
+    assert "sesame" not in done.stderr
+
+
+@pytest.mark.parametrize("command", ["watch", "status", "cancel", "resume", "result", "delete"])
+def test_no_such_job_is_exit_4(command: str, tenuto: Tenuto) -> None:
+    assert "no such job: 0123" in tenuto(command, "0123", code=4).stderr
+
+
+def test_a_deleted_job_is_gone(tenuto: Tenuto) -> None:
+    job_id = tenuto("submit", "m", "hi").stdout.strip()
+    assert lines(tenuto("delete", job_id, "--json")) == [{"id": job_id, "deleted": True}]
+    tenuto("delete", job_id, code=4)
+
+
+def test_a_prompt_of_dash_is_read_from_stdin_as_it_is(tenuto: Tenuto, raw: Any, keys: Keys) -> None:
+    job_id = tenuto("submit", "m", "-", "--raw", stdin="Es war\neinmal ü\n").stdout.strip()
+    spec = unpack_spec(raw.hget(keys.job(job_id), "spec"))
+    assert (spec.prompt, spec.raw) == ("Es war\neinmal ü\n", True)
+    chat = '[{"role": "user", "content": "hi"}]'
+    job_id = tenuto("submit", "m", "--prompt-json", chat, "--stop", "a", "--stop", "b").stdout
+    spec = unpack_spec(raw.hget(keys.job(job_id.strip()), "spec"))
+    assert (spec.prompt, spec.stop) == (({"role": "user", "content": "hi"},), ("a", "b"))
+
+
+def test_submit_watch_prints_text_as_it_comes(tenuto: Tenuto, worker: RawWorker) -> None:
+    with tenuto.start("submit", "m", "hi", "--watch") as running:
+        attempt = worker.claim()
+        attempt.publish(1, 1)
+        assert read_until(running.stdout, "w1") == " w1"
+        attempt.publish(2, 2)
+        attempt.finish()
+        out, err = running.communicate(timeout=20)
+    assert (running.returncode, out) == (0, " w2\n")
+    assert attempt.job_id in err
+
+
+def test_submit_watch_json_prints_the_record_and_then_the_events(
+    tenuto: Tenuto, worker: RawWorker
+) -> None:
+    with tenuto.start("submit", "m", "hi", "--watch", "--json") as running:
+        worker.claim().finish()
+        out, _ = running.communicate(timeout=20)
+    printed = [json.loads(line) for line in out.splitlines()]
+    assert list(printed[0])[: len(RECORD_KEYS)] == RECORD_KEYS
+    assert printed[-1]["type"] == "end"
+    assert running.returncode == 0
+
+
+def test_ctrl_c_in_watch_leaves_the_job_running_and_says_how_to_go_on(
+    tenuto: Tenuto, worker: RawWorker
+) -> None:
+    job_id = tenuto("submit", "m", "hi").stdout.strip()
+    attempt = worker.claim()
+    attempt.publish(1, 2)
+    with tenuto.start("watch", job_id) as running:
+        read_until(running.stdout, "w2")
+        running.send_signal(signal.SIGINT)
+        _, err = running.communicate(timeout=20)
+    assert running.returncode == 130
+    assert f"tenuto watch {job_id} --after 2" in err
+    assert "Traceback" not in err
+    assert attempt.publish(3, 3)[0] == b"ok"
+
+
+def test_a_closed_pipe_ends_watch_quietly(tenuto: Tenuto, worker: RawWorker) -> None:
+    job_id = tenuto("submit", "m", "hi").stdout.strip()
+    attempt = worker.claim()
+    attempt.publish(1, 1)
+    with tenuto.start("watch", job_id, "--json") as running:
+        read_until(running.stdout, "w1")
+        assert running.stdout is not None
+        running.stdout.close()
+        attempt.publish(2, 2)
+        assert running.stderr is not None
+        assert running.stderr.read() == ""
+    assert running.returncode == 141
+
+
+def test_watch_goes_on_through_a_restart_of_the_server(server: RealServer, tmp_path: Path) -> None:
+    tenuto = Tenuto(server.url, "tenuto:", tmp_path)
+    with server.client() as raw:
+        worker = RawWorker(raw, "tenuto:")
+        worker.announce()
+        job_id = tenuto("submit", "m", "hi").stdout.strip()
+        attempt = worker.claim()
+        attempt.publish(1, 2)
+        with tenuto.start("watch", job_id) as running:
+            read_until(running.stdout, "w2")
+            server.restart()
+            raw.connection_pool.disconnect()
+            attempt.publish(3, 4)
+            attempt.finish()
+            out, _ = running.communicate(timeout=30)
+    assert (running.returncode, out) == (0, " w3 w4\n")
+
+
+def test_a_recomputed_job_is_never_passed_over_in_silence(
+    tenuto: Tenuto, worker: RawWorker
+) -> None:
+    job_id = tenuto("submit", "m", "hi").stdout.strip()
+    worker.claim().call("finish", "completed", "stop", "", "", "recomputed", "another device")
+    assert "recomputed: another device" in tenuto("watch", job_id).stderr
+    assert "recomputed: another device" in tenuto("result", job_id).stderr
+    (record,) = lines(tenuto("status", job_id, "--json"))
+    assert (record["exactness"], record["exactness_reason"]) == ("recomputed", "another device")
+
+
+def test_help_teaches_every_command(tenuto: Tenuto) -> None:
+    top = tenuto("--help").stdout
+    names = ["submit", "watch", "status", "cancel", "resume", "result", "delete", "list"]
+    for name in [*names, "server", "doctor"]:
+        assert f"\n  {name} " in top
+        assert "usage: tenuto " + name in tenuto(name, "--help").stdout
+    assert "did you mean watch?" in tenuto("wacht", code=2).stderr
+    assert tenuto("--version").stdout.startswith("tenuto ")
+
+
+def test_text_that_the_terminal_cannot_show_is_no_error(tenuto: Tenuto, worker: RawWorker) -> None:
+    job_id = tenuto("submit", "m", "hi").stdout.strip()
+    worker.tell(["süß", " 🎻"])
+    with tenuto.start("watch", job_id, PYTHONIOENCODING="ascii") as running:
+        out, _ = running.communicate(timeout=20)
+    assert (running.returncode, out) == (0, "s?? ?\n")
+    printed = tenuto("watch", job_id, "--json")
+    assert printed.stdout.isascii()
+    assert [line["text"] for line in lines(printed) if line["type"] == "token"] == ["süß", " 🎻"]
+
+
+def test_doctor_finds_a_sound_server_and_worker(tenuto: Tenuto) -> None:
+    found = lines(tenuto("doctor", "--json"))
+    assert {line["subject"]: line["level"] for line in found if line["level"] != "ok"} == {}
+    assert {"data dir", "disk", "server", "durability", "memory", "worker", "jobs"} <= {
+        line["subject"] for line in found
+    }
+    assert tenuto("doctor").stdout.startswith("ok ")
+
+
+def test_doctor_names_weak_settings_with_the_line_to_type(tmp_path: Path) -> None:
+    with RealServer(appendonly="no", maxmemory_policy="allkeys-lru") as weak:
+        tenuto = Tenuto(weak.url, "tenuto:", tmp_path)
+        found = {line["subject"]: line for line in lines(tenuto("doctor", "--json", code=1))}
+    assert found["durability"]["level"] == "problem"
+    assert "CONFIG SET appendonly yes" in found["durability"]["fix"]
+    assert "CONFIG SET maxmemory-policy noeviction" in found["memory"]["fix"]
+    with RealServer(appendfsync="everysec") as weak:
+        tenuto = Tenuto(weak.url, "tenuto:", tmp_path)
+        found = {line["subject"]: line for line in lines(tenuto("doctor", "--json"))}
+    assert found["durability"]["level"] == found["workers"]["level"] == "warning"
+
+
+def test_doctor_finds_work_that_nobody_does(
+    tenuto: Tenuto, worker: RawWorker, raw: Any, keys: Keys
+) -> None:
+    first = tenuto("submit", "m", "hi").stdout.strip()
+    tenuto("submit", "m", "hi")
+    attempt = worker.claim()
+    assert attempt.job_id == first
+    raw.delete(keys.lease(first), keys.workers())
+    found = {line["subject"]: line for line in lines(tenuto("doctor", "--json", code=1))}
+    assert "1 jobs wait, and no worker serves it" in found["queue"]["says"]
+    assert "tenuto worker --model m=" in found["queue"]["fix"]
+    assert first in found["jobs"]["says"]
+
+
+def test_doctor_finds_a_server_that_does_not_answer(tenuto: Tenuto) -> None:
+    found = {
+        line["subject"]: line
+        for line in lines(tenuto("doctor", "--json", "--redis", "redis://localhost:1", code=1))
+    }
+    assert found["server"]["level"] == "problem"
+
+
+def test_without_a_url_commands_share_the_embedded_server(tmp_path: Path) -> None:
+    tenuto = Tenuto("", "", tmp_path / "data")
+    try:
+        assert lines(tenuto("list", "--json")) == []
+        found = {line["subject"]: line for line in lines(tenuto("doctor", "--json"))}
+        assert "unix://" in found["server"]["says"]
+        assert "appendfsync always" in found["durability"]["says"]
+    finally:
+        stopped = tenuto("server", "--stop")
+    assert stopped.stdout == "stopped\n"
+    assert tenuto("server", "--stop").stdout == "no server was running\n"
+
+
+def test_the_server_runs_in_the_foreground_until_it_is_stopped(tmp_path: Path) -> None:
+    tenuto = Tenuto("", "", tmp_path / "data")
+    with tenuto.start("server") as running:
+        try:
+            poll(lambda: any((tmp_path / "data").rglob("*.aof*")) or running.poll() is not None)
+            assert lines(tenuto("list", "--json")) == []
+        finally:
+            running.send_signal(signal.SIGINT)
+            running.communicate(timeout=20)
+    assert running.returncode == 0
+
+
+def test_a_data_dir_that_cannot_be_made_is_exit_2_and_named(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    done = Tenuto("", "", blocked / "data")("list", code=2)
+    assert str(blocked) in done.stderr
+    assert "tenuto: data dir" in done.stderr
+
+
+def test_the_script_itself_is_installed() -> None:
+    script = Path(sys.executable).with_name("tenuto")
+    assert subprocess.run([script, "--version"], capture_output=True, check=True).stdout
