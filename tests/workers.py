@@ -93,7 +93,7 @@ class WorkerProcess:
     ) -> None:
         self.close()
         if kind is not None:
-            print(self.log())
+            sys.stderr.write(self.log())
 
     @property
     def pid(self) -> int:
@@ -194,6 +194,8 @@ class WorkerProcess:
 
 def child_is_alive(pid: int) -> bool:
     """Whether a process runs; a zombie does not."""
+    if sys.platform != "linux":
+        return subprocess.run(["ps", "-p", str(pid)], capture_output=True).returncode == 0
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:

@@ -142,19 +142,20 @@ class Child:
     def _listen_for_the_end(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop, number.name, 128 + number)
+            loop.add_signal_handler(number, self._stop, number.name)
 
         def wait_for_supervisor() -> None:
             while sys.stdin.readline():
                 pass
-            loop.call_soon_threadsafe(self._stop, "supervisor gone", EXIT_BROKEN)
+            loop.call_soon_threadsafe(self._stop, "supervisor gone")
 
         self._start_thread("supervisor", wait_for_supervisor)
 
-    def _stop(self, why: str, code_if_again: int) -> None:
+    def _stop(self, why: str) -> None:
+        # Only the supervisor cuts a drain short, by SIGKILL: a service manager may signal a whole
+        # group, so that the child hears of the same stop twice.
         if self._draining.is_set():
-            self._log.warning("worker ends at once", why=why)
-            leave(code_if_again)
+            return
         self._log.info("worker drains", why=why)
         self._draining.set()
         if not self._serving:

@@ -83,7 +83,7 @@ class Claimer:
         """The body of the thread."""
         while not self._stopping:
             for model in self._served:
-                while self.has_slot(model) and self._claim_one(model):
+                while self.has_slot(model) and self.claim_one(model):
                     pass
             with self._changed:
                 self._changed.wait_for(
@@ -92,7 +92,8 @@ class Claimer:
                 self._poked = False
         self._ended.set()
 
-    def _claim_one(self, model: str) -> bool:
+    def claim_one(self, model: str) -> bool:
+        """Claim the best job of a model and pass it on; whether there was one."""
         claim = self._claim(model)
         if claim is None:
             return False

@@ -96,7 +96,7 @@ class Housekeeper:
         """The body of the thread."""
         while True:
             self.round()
-            self._discard_completed()
+            self.discard_completed()
             time.sleep(self._settings.reap_seconds)
 
     def round(self) -> None:
@@ -150,7 +150,8 @@ class Housekeeper:
         """A job of this worker is completed: nobody needs its checkpoints any more."""
         self._completed.put(run)
 
-    def _discard_completed(self) -> None:
+    def discard_completed(self) -> None:
+        """Remove the checkpoints of the jobs that were completed here."""
         while not self._completed.empty():
             run = self._completed.get()
             if run.store is not None:

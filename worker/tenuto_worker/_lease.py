@@ -106,5 +106,4 @@ class LeaseKeeper:
         else:
             return
         if run.ask_to_stop(why):
-            run.log.info("attempt asked to stop", why=why.name.lower(), phase=run.phase.value)
             self._on_stop(run)

@@ -16,10 +16,12 @@ from structlog.typing import FilteringBoundLogger, Processor
 
 Log = FilteringBoundLogger
 
+_OURS = "tenuto_worker"
+
 
 def get_log(**context: Any) -> Log:
     """A logger whose lines carry `context`."""
-    return cast(Log, structlog.get_logger(**context))
+    return cast(Log, structlog.get_logger(_OURS, **context))
 
 
 def set_up_logging(log_format: str, worker: str, stream: TextIO | None = None) -> None:
@@ -89,7 +91,7 @@ def _wanted(record: logging.LogRecord) -> bool:
 
     arq warns of each ticket whose job was claimed in the meantime, which is how it should be.
     """
-    if record.name.startswith("tenuto_worker") or not record.name:
+    if record.name == _OURS:
         return True
     if record.name == "arq.worker" and "expired" in str(record.msg):
         return False

@@ -101,12 +101,13 @@ class Preparer:
     def run(self) -> None:
         """The body of the thread."""
         while True:
-            self.prepare(self._waiting.get())
+            self.turn()
 
-    def prepare(self, run: Run) -> None:
-        """Prepare one run and pass it on: to the decode thread, or to its end."""
+    def turn(self) -> None:
+        """Prepare the next run and pass it on: to the decode thread, or to its end."""
         from tenuto_engine import EngineError
 
+        run = self._waiting.get()
         run.progress(Phase.RESTORE)
         try:
             plan = self._plan(run)
@@ -126,11 +127,9 @@ class Preparer:
 
     def _stopped(self, run: Run) -> None:
         stop = run.stop
-        if stop is None or stop is Stop.FENCED:
-            run.ask_to_stop(Stop.FENCED)
-            self._outlets.end(run, End(EndKind.RELEASED, "fenced"))
-        else:
-            self._outlets.end(run, end_of(stop))
+        assert stop is not None, "nothing else interrupts"
+        # Of a fenced run the publisher writes nothing, it only forgets it.
+        self._outlets.end(run, end_of(stop))
 
     # -- the steps ---------------------------------------------------------------------
 

@@ -238,10 +238,6 @@ class Publisher:
 
     def _fence(self, run: Run) -> None:
         if run.ask_to_stop(Stop.FENCED):
-            if run.end_tried:
-                run.log.info("job ended, the answer was lost")
-            else:
-                run.log.warning("attempt fenced", phase=run.phase.value, unsent=run.unsent)
             self._on_stop(run)
         self._drop_fenced()
 

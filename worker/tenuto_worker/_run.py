@@ -75,12 +75,13 @@ class End:
 
 
 def end_of(stop: Stop) -> End:
-    """How an attempt ends that was stopped; a fenced one ends without a word."""
+    """How an attempt ends that was stopped. Of a fenced one nothing is written."""
     if stop is Stop.DRAIN:
         return End(EndKind.RELEASED, "drain")
     if stop is Stop.CANCEL:
         return End(EndKind.CANCELLED)
-    assert stop is Stop.DEADLINE, stop
+    if stop is Stop.FENCED:
+        return End(EndKind.RELEASED, "fenced")
     return End(EndKind.FAILED, error="deadline: it passed while the job was running")
 
 
@@ -155,7 +156,13 @@ class Run:
             if self._stop is not None and self._stop.value >= why.value:
                 return False
             self._stop = why
-            return True
+        if why is not Stop.FENCED:
+            self.log.info("attempt asked to stop", why=why.name.lower(), phase=self.phase.value)
+        elif self.end_tried:
+            self.log.info("job ended, the answer was lost")
+        else:
+            self.log.warning("attempt fenced", phase=self.phase.value, unsent=self.unsent)
+        return True
 
     def progress(self, phase: Phase, done: int = 0, total: int = 0) -> None:
         """Note where it stands; anything new counts as a sign of life."""

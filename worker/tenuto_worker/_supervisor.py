@@ -25,6 +25,8 @@ _FIRST_PAUSE_S = 0.5
 _HEALTHY_S = 30.0
 # Beyond the grace that the child gives itself.
 _KILL_AFTER_S = 10.0
+# A terminal signals a whole group, and a wrapper passes it on too: that is one stop, not two.
+_SAME_STOP_S = 0.5
 
 
 class Supervisor:
@@ -39,8 +41,7 @@ class Supervisor:
         self._identity = identity
         self._log = get_log()
         self._child: subprocess.Popen[bytes] | None = None
-        self._stops = 0
-        self._kill_at: float | None = None
+        self._stopped_at: float | None = None
         self._pause = 0.0
         self._signals = _Signals()
 
@@ -51,7 +52,7 @@ class Supervisor:
             while True:
                 began = time.monotonic()
                 code = self._run_child(first=first)
-                if self._stops:
+                if self._stopped_at is not None:
                     return self._code_when_stopped(code)
                 if code == EXIT_CONFIG or (code == EXIT_REDIS and first):
                     return code
@@ -102,24 +103,28 @@ class Supervisor:
                 self._stop(signal.Signals(number))
 
     def _stop(self, number: signal.Signals) -> None:
-        self._stops += 1
-        if self._child is None:
-            return
-        if self._stops == 1:
+        now = time.monotonic()
+        if self._stopped_at is None:
+            self._stopped_at = now
             self._log.info("stopping", signal=number.name)
-            self._child.send_signal(signal.SIGTERM)
-            self._kill_at = time.monotonic() + self._settings.grace_seconds + _KILL_AFTER_S
-        else:
+            if self._child is not None:
+                self._child.send_signal(signal.SIGTERM)
+        elif now - self._stopped_at > _SAME_STOP_S and self._child is not None:
+            self._log.warning("stopping at once", signal=number.name)
             self._child.kill()
 
     def _time_left(self) -> float | None:
-        return None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic())
+        """Seconds until a child that does not end is killed; None without a stop."""
+        if self._stopped_at is None:
+            return None
+        end = self._stopped_at + self._settings.grace_seconds + _KILL_AFTER_S
+        return max(0.0, end - time.monotonic())
 
     def _kill_if_late(self) -> None:
-        if self._kill_at is not None and time.monotonic() >= self._kill_at and self._child:
+        if self._time_left() == 0.0 and self._child is not None:
             self._log.error("child does not end, killed", pid=self._child.pid)
             self._child.kill()
-            self._kill_at = None
+            self._child.wait()
 
     # -- its death ---------------------------------------------------------------------
 
@@ -141,9 +146,9 @@ class Supervisor:
         end = time.monotonic() + self._pause
         longest = self._settings.restart_pause_max
         self._pause = min(longest, self._pause * 2 or _FIRST_PAUSE_S)
-        while not self._stops and (left := end - time.monotonic()) > 0:
+        while self._stopped_at is None and (left := end - time.monotonic()) > 0:
             self._handle(self._signals.wait(left))
-        return not self._stops
+        return self._stopped_at is None
 
 
 class _Signals:

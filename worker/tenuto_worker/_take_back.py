@@ -1,7 +1,8 @@
 """Taking back what the previous incarnation of this worker, which is dead, was running.
 
-The lock that the worker holds is the proof that it is dead, so nobody waits for its leases. This comes
-before anything heavy is imported: a model may take minutes to load, and others may go on meanwhile.
+The lock that the worker holds is the proof that it is dead, so nobody waits for its leases. This
+comes before anything heavy is imported: a model may take minutes to load, and others may go on
+meanwhile.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ _POLL_S = 0.5
 # A ticket takes no time; arq hides it for this long (and 10 s) when its reader died over it.
 _TICKET_TIMEOUT_S = 60
 _LONGEST_PAUSE_S = 10.0
+_CLOSE_S = 2.0
 
 
 class TicketReader(Worker):
@@ -119,8 +120,12 @@ class Tickets:
 
 
 async def _close(reader: TicketReader) -> None:
+    connections = reader.pool.connection_pool
+    # It raises what its tasks do, and whatever Redis says.
     with contextlib.suppress(Exception, asyncio.CancelledError):
-        await asyncio.wait_for(reader.close(), 2)
+        await asyncio.wait_for(reader.close(), _CLOSE_S)
+    with contextlib.suppress(Exception):
+        await connections.disconnect()
 
 
 def _pack(value: dict[str, Any]) -> bytes:

@@ -6,7 +6,11 @@ if not owned(id, epoch, nonce) then return { 'fenced', 0, 0 } end
 local job = key_job(id)
 redis.call('SET', key_lease(id), holder .. '|' .. epoch .. '|' .. nonce, 'PX', lease_ms)
 local before = redis.call('HMGET', job, 'phase', 'phase_done')
-if phase == 'prefill' and before[1] == phase and tonumber(done) > tonumber(before[2]) then progressed(id) end
+-- Only what no attempt before had read counts: a job that kills its worker after the prompt would never end.
+if phase == 'prefill' and tonumber(done) > tonumber(get(id, 'prefilled') or 0) then
+  redis.call('HSET', job, 'prefilled', done)
+  progressed(id)
+end
 if before[1] ~= phase or before[2] ~= done then
   redis.call('HSET', job, 'phase', phase, 'phase_done', done, 'phase_total', total)
   redis.call('PUBLISH', key_progress(id), phase .. ' ' .. done .. ' ' .. total)

@@ -1,0 +1,237 @@
+"""Leases, reaping, and the collection of checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from job_queue import JobQueue
+from servers import RealServer
+from step_worker import StepWorker
+from tenuto_worker._housekeeper import Contact
+from tenuto_worker._run import Phase
+from workers import poll_until
+
+
+@pytest.fixture
+def worker(
+    jobs: JobQueue, redis_url: str, tiny_model: Path, tmp_path: Path
+) -> Iterator[StepWorker]:
+    with StepWorker(
+        redis_url, jobs.keys.namespace, tiny_model, tmp_path, lease_seconds=0.5
+    ) as made:
+        yield made
+
+
+# -- leases ----------------------------------------------------------------------------
+
+
+def test_a_lease_lives_as_long_as_it_is_renewed(jobs: JobQueue, worker: StepWorker) -> None:
+    job = jobs.submit()
+    worker.claim()
+    for _ in range(3):
+        time.sleep(0.25)
+        worker.rooms.lease.renew()
+    assert jobs.client.exists(jobs.keys.lease(job))
+    poll_until(lambda: not jobs.client.exists(jobs.keys.lease(job)), "the lease to run out")
+
+    worker.rooms.lease.renew()
+    assert jobs.client.exists(jobs.keys.lease(job)), "its owner was not reaped"
+
+
+def test_a_stuck_attempt_is_not_renewed_and_a_waiting_one_is(
+    jobs: JobQueue, worker: StepWorker
+) -> None:
+    job = jobs.submit()
+    worker.claim()
+    run = worker.run
+    run.beat = time.monotonic() - worker.settings.limit(Phase.PREFILL.value) - 1000
+    jobs.lose_lease(job)
+    worker.rooms.lease.renew()
+    assert not jobs.client.exists(jobs.keys.lease(job))
+
+    run.alive()
+    worker.rooms.lease.renew()
+    assert jobs.client.exists(jobs.keys.lease(job))
+
+
+# -- reaping ---------------------------------------------------------------------------
+
+
+def test_a_job_without_a_lease_is_reaped_after_one_lease_of_contact_and_not_before(
+    jobs: JobQueue, worker: StepWorker
+) -> None:
+    job = jobs.submit()
+    jobs.take()
+    jobs.lose_lease(job)
+    keeper = worker.rooms.housekeeper
+    began = time.monotonic()
+    while jobs.state(job) == "running":
+        keeper.round()
+        time.sleep(0.02)
+
+    assert time.monotonic() - began >= 0.5
+    assert jobs.state(job) == "queued"
+
+
+def test_a_server_that_has_just_started_gives_owners_a_lease_of_time(
+    server: RealServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    jobs = JobQueue(server.url, "tenuto:")
+    job = jobs.submit()
+    with StepWorker(server.url, "tenuto:", tiny_model, tmp_path, lease_seconds=2.0) as worker:
+        jobs.take()
+        jobs.lose_lease(job)
+        server.restart()
+        keeper = worker.rooms.housekeeper
+        # Contact as if it had never been broken: the server's own age alone must hold it back.
+        keeper._contact = Contact(0.0, 1000.0)
+        keeper.round()
+        keeper.round()
+        assert jobs.state(job) == "running"
+        deadline = time.monotonic() + 20
+        while jobs.state(job) == "running" and time.monotonic() < deadline:
+            keeper.round()
+            time.sleep(0.1)
+        assert jobs.state(job) == "queued"
+    jobs.close()
+
+
+def test_contact_begins_anew_after_a_failure_and_after_a_long_silence() -> None:
+    contact = Contact(needed=10, longest_gap=5)
+    contact.answered(100)
+    contact.answered(104)
+    assert not contact.is_long_enough(109)
+    contact.answered(108)
+    assert contact.is_long_enough(110)
+
+    contact.answered(120)
+    assert not contact.is_long_enough(121), "we slept ourselves"
+    contact.answered(124)
+    contact.answered(129)
+    assert contact.is_long_enough(130)
+    contact.broke()
+    assert not contact.is_long_enough(131)
+
+
+def test_an_outage_only_delays_the_chores(
+    server: RealServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    with StepWorker(server.url, "tenuto:", tiny_model, tmp_path) as worker:
+        server.kill()
+        worker.rooms.housekeeper.round()
+        server.start()
+        worker.rooms.housekeeper.round()
+
+
+# -- checkpoints -----------------------------------------------------------------------
+
+
+def _stopped_job(jobs: JobQueue, worker: StepWorker) -> tuple[str, Path]:
+    """A cancelled job with checkpoints."""
+    job = jobs.submit()
+    worker.claim()
+    worker.decode(9)
+    jobs.cancel(job)
+    worker.publish()
+    worker.settle()
+    worker.save()
+    folder = worker.settings.checkpoints_dir / job
+    assert list(folder.glob("*.ckpt"))
+    return job, folder
+
+
+def test_gc_keeps_what_can_be_resumed_and_removes_what_is_gone(
+    jobs: JobQueue, worker: StepWorker
+) -> None:
+    kept, kept_folder = _stopped_job(jobs, worker)
+    gone, gone_folder = _stopped_job(jobs, worker)
+    jobs.delete(gone)
+    worker.rooms.housekeeper.collect()
+
+    assert jobs.state(kept) == "cancelled"
+    assert kept_folder.exists()
+    assert not gone_folder.exists()
+
+
+def test_gc_removes_what_a_crash_left_of_a_completed_job(
+    jobs: JobQueue, worker: StepWorker
+) -> None:
+    job, folder = _stopped_job(jobs, worker)
+    jobs.client.hset(jobs.keys.job(job), "state", "completed")
+    worker.rooms.housekeeper.collect()
+
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("now", [None, "another"])
+def test_gc_removes_nothing_when_redis_is_empty_or_another(
+    jobs: JobQueue, worker: StepWorker, now: str | None
+) -> None:
+    job, folder = _stopped_job(jobs, worker)
+    jobs.delete(job)
+    if now is None:
+        jobs.client.delete(jobs.keys.namespace_id())
+    else:
+        jobs.client.set(jobs.keys.namespace_id(), now)
+    worker.rooms.housekeeper.collect()
+
+    assert folder.exists()
+
+
+def test_gc_never_touches_a_job_that_runs_here(jobs: JobQueue, worker: StepWorker) -> None:
+    job = jobs.submit()
+    worker.claim()
+    worker.decode(9)
+    worker.save()
+    jobs.delete(job)
+    worker.rooms.housekeeper.collect()
+
+    assert (worker.settings.checkpoints_dir / job).exists()
+
+
+def test_gc_leaves_alone_what_it_cannot_read(jobs: JobQueue, worker: StepWorker) -> None:
+    job, folder = _stopped_job(jobs, worker)
+    jobs.delete(job)
+    for path in folder.glob("*.ckpt"):
+        path.write_bytes(b"not a checkpoint")
+    worker.rooms.housekeeper.collect()
+
+    assert list(folder.glob("*.ckpt"))
+
+
+# -- announcements ---------------------------------------------------------------------
+
+
+def test_workers_that_have_been_silent_for_a_day_are_forgotten(
+    jobs: JobQueue, worker: StepWorker
+) -> None:
+    from tenuto_client import WorkerInfo, pack_announcement, unpack_worker
+
+    now = float(jobs.client.time()[0])  # type: ignore[index]
+    for name, age in (("old", 90_000), ("young", 80_000)):
+        info = WorkerInfo(name, ("tiny",), 1, 0, started_at=0.0, seen_at=now - age)
+        jobs.client.hset(jobs.keys.workers(), mapping={name: pack_announcement(info)})
+    worker.rooms.housekeeper.chores()
+    known = jobs.client.hgetall(jobs.keys.workers())
+
+    assert set(known) == {b"young", b"host-dir-0"}  # type: ignore[arg-type]
+    me = unpack_worker("host-dir-0", known[b"host-dir-0"])  # type: ignore[index]
+    assert (me.models, me.slots, me.running) == (("tiny",), 2, 0)
+    assert abs(me.seen_at - now) < 60
+
+
+def test_an_emptied_redis_gets_a_new_namespace_id_and_the_models_again(
+    jobs: JobQueue, worker: StepWorker
+) -> None:
+    first = jobs.client.get(jobs.keys.namespace_id())
+    jobs.client.delete(jobs.keys.models(), jobs.keys.namespace_id())
+    jobs.client.set(jobs.keys.namespace_id(), "fresh")
+    worker.rooms.housekeeper.chores()
+
+    assert first != b"fresh"
+    assert worker.rooms._namespace.id == "fresh"
+    assert jobs.client.hexists(jobs.keys.models(), "tiny")

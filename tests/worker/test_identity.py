@@ -1,0 +1,53 @@
+"""A worker's name is its own as long as somebody holds the lock."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tenuto_worker import ConfigError, take_identity
+
+
+def test_two_workers_of_one_data_dir_have_two_names_and_one_reach(tmp_path: Path) -> None:
+    first, second = take_identity(tmp_path), take_identity(tmp_path)
+
+    assert first.name.endswith("-0")
+    assert second.name.endswith("-1")
+    assert first.reach == second.reach
+    assert first.holds_lock()
+    os.close(first.lock)
+    assert take_identity(tmp_path).name == first.name
+    os.close(second.lock)
+
+
+def test_a_name_is_taken_as_long_as_a_child_has_the_lock(tmp_path: Path) -> None:
+    identity = take_identity(tmp_path)
+    with subprocess.Popen(
+        [sys.executable, "-c", "input()"], stdin=subprocess.PIPE, pass_fds=[identity.lock]
+    ) as child:
+        os.close(identity.lock)
+        other = take_identity(tmp_path)
+        assert other.name != identity.name
+        child.communicate(b"\n")
+    again = take_identity(tmp_path)
+    assert again.name == identity.name
+    os.close(other.lock)
+    os.close(again.lock)
+
+
+def test_another_data_dir_is_another_reach(tmp_path: Path) -> None:
+    first, second = take_identity(tmp_path / "a"), take_identity(tmp_path / "b")
+    assert first.reach != second.reach
+    os.close(first.lock)
+    os.close(second.lock)
+
+
+def test_a_data_dir_that_is_a_file_is_refused_by_its_path(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("")
+    with pytest.raises(ConfigError, match=str(path)):
+        take_identity(path)

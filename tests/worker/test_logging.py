@@ -1,0 +1,74 @@
+"""Every line names the worker, and no secret gets into one."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+import structlog
+
+from tenuto_worker._logging import get_log, redacted, set_up_logging
+
+
+@pytest.fixture
+def lines() -> Iterator[io.StringIO]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    stream = io.StringIO()
+    set_up_logging("json", "host-dir-0", stream)
+    yield stream
+    root.handlers[:], root.level = handlers, level
+    structlog.reset_defaults()
+
+
+def _parsed(stream: io.StringIO) -> list[dict[str, object]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_a_line_is_json_with_worker_job_and_epoch(lines: io.StringIO) -> None:
+    get_log(job="j", epoch=3).info("job claimed", tokens=4)
+
+    (line,) = _parsed(lines)
+    expected = {"event": "job claimed", "worker": "host-dir-0", "job": "j", "epoch": 3, "tokens": 4}
+    assert expected.items() <= line.items()
+    assert {"level", "at"} <= line.keys()
+
+
+def test_other_libraries_are_heard_from_warning_on(lines: io.StringIO) -> None:
+    other = logging.getLogger("arq.worker")
+    other.info("chatter")
+    other.warning("job %s expired", "x:1")
+    other.warning("something is wrong with %s", "y")
+
+    (line,) = _parsed(lines)
+    assert line["event"] == "something is wrong with y"
+    assert line["worker"] == "host-dir-0"
+
+
+def test_a_traceback_stays_on_its_line_and_shows_no_local_variables(lines: io.StringIO) -> None:
+    prompt = "the secret prompt"
+    try:
+        len(prompt) / 0
+    except ZeroDivisionError:
+        get_log().exception("attempt failed")
+
+    (line,) = _parsed(lines)
+    assert "ZeroDivisionError" in str(line["exception"])
+    assert prompt not in lines.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("redis://h:1/2", "redis://h:1/2"),
+        ("redis://:secret@h:1/2", "redis://:***@h:1/2"),
+        ("rediss://me:secret@h", "rediss://me:***@h"),
+        ("redis://h?password=secret", "redis://h"),
+        ("unix:///a/b?db=1", "unix:///a/b"),
+    ],
+)
+def test_a_url_is_logged_without_its_password(url: str, shown: str) -> None:
+    assert redacted(url) == shown
