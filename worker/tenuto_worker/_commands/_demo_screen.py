@@ -134,7 +134,9 @@ class Paragraph:
         """End it with a blank line."""
         self._put([self._held])
         self._held = ""
-        self._progress.write("\n" if self._blank else "\n\n")
+        if self._column:
+            self._break()
+        self._break()
         self._progress.clear()
 
     def _put(self, pieces: list[str]) -> None:

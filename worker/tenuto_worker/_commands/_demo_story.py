@@ -37,6 +37,7 @@ class Request:
     temperature: float
     top_p: float
     seed: int
+    ignore_eos: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +240,7 @@ class Story:
             temperature=asked.temperature,
             top_p=asked.top_p,
             seed=asked.seed,
+            ignore_eos=asked.ignore_eos,
             logprobs=_LOGPROBS,
         )
 

@@ -70,9 +70,8 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     try:
         _prepare(screen, home)
         outcome = asyncio.run(_tell(Story(screen, home, request)))
-        found = problems(outcome.killed, outcome.whole, outcome.kill)
-        _conclude(screen, home, outcome, found)
-        keep = bool(found)
+        code = conclude(screen, home, outcome)
+        keep = code != 0
     except KeyboardInterrupt:
         keep = False
         screen.line("Interrupted. Workers and server end too.")
@@ -84,7 +83,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         screen.pause()
         with _undisturbed():
             home.close(keep=keep)
-    return 1 if found else 0
+    return code
 
 
 def _request(args: argparse.Namespace) -> Request:
@@ -154,12 +153,13 @@ def _device() -> str:
     return f"CPU, {os.cpu_count()} cores, {name}"
 
 
-def _conclude(screen: Screen, home: DemoHome, outcome: Outcome, found: list[str]) -> None:
+def conclude(screen: Screen, home: DemoHome, outcome: Outcome) -> int:
+    """Compare, say what came of it, and return the exit code."""
     screen.line()
-    if found:
+    if found := problems(outcome.killed, outcome.whole, outcome.kill):
         screen.line(f"  NOT identical: {found[0]}", Style.BAD)
         screen.line(f"  Logs and checkpoints are kept in {shorten(home.folder)}")
-        return
+        return 1
     tokens, text = outcome.whole.tokens, outcome.whole.text
     logprobs = sum(1 + len(token.top_logprobs) for token in tokens)
     screen.fact("tokens", f"{len(tokens)}, equal")
@@ -172,6 +172,7 @@ def _conclude(screen: Screen, home: DemoHome, outcome: Outcome, found: list[str]
     screen.line(f"    tenuto worker --model {MODEL_NAME}={shorten(home.model)}")
     screen.line(f"    tenuto submit {MODEL_NAME} 'Write a haiku.' --watch")
     screen.line()
+    return 0
 
 
 @contextmanager
