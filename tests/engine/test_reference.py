@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import mlx.core as mx
@@ -10,8 +11,9 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
 
-from engine_runs import PROMPT, run
+from engine_runs import PROMPT, STYLES, run
 from tenuto_engine import Engine
+from tenuto_engine._sampler import sampling_key
 from tiny_models import KINDS, Kind, build_tiny_model
 
 LoadEngine = Callable[..., Engine]
@@ -60,6 +62,18 @@ def test_greedy_in_bfloat16_is_that_of_generate_step(tmp_path: Any) -> None:
         ]
 
 
+def test_token_i_is_drawn_with_the_key_of_seed_and_i(llama: Engine) -> None:
+    index = count(1)
+
+    def sampler(logprobs: mx.array) -> mx.array:
+        return mx.random.categorical(logprobs * (1 / 0.8), key=sampling_key(77, next(index)))
+
+    prompt = llama.encode_prompt(PROMPT, raw=True)
+    ids, _ = reference(llama, prompt, 16, sampler=sampler)
+    asked: dict[str, Any] = {"temperature": 0.8, "seed": 77, "ignore_eos": True}
+    assert run(llama, prompt, max_tokens=TOKENS, **asked).ids == ids
+
+
 def test_penalties_and_bias_are_those_of_generate_step(llama: Engine) -> None:
     asked: dict[str, Any] = {
         "repetition_penalty": 1.3,
@@ -94,8 +108,6 @@ def test_one_prompt_token_is_enough(load_engine: LoadEngine, kind: Kind) -> None
 def test_the_pipelined_loop_gives_the_bits_of_the_synchronous_one(
     load_engine: LoadEngine, kind: Kind, style: str
 ) -> None:
-    from engine_runs import STYLES
-
     runs = []
     for pipelined in (False, True):
         engine = load_engine(kind, pipelined=pipelined)

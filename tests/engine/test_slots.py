@@ -146,8 +146,8 @@ def test_a_generation_that_nobody_holds_frees_its_row(llama: Engine) -> None:
         if token.index == 3:
             break
     gc.collect()
-    assert llama.free_slots == 1
     assert len(list(llama.generate(encode(llama), GenerationOptions(**OPTIONS)))) == 40
+    assert llama.free_slots == 1
 
 
 def test_two_generations_read_in_turns_get_their_own_tokens(load_engine: LoadEngine) -> None:

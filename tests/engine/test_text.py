@@ -88,6 +88,17 @@ def test_a_decoder_that_drops_the_first_space_keeps_all_others() -> None:
     assert "".join(pieces(decode, ids)) == decode(ids)
 
 
+def test_a_decoder_that_judges_bytes_by_their_neighbours_loses_no_place() -> None:
+    def decode(ids: list[int]) -> str:
+        try:
+            return bytes(ids).decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(ids)
+
+    ids = [0xFF] * 4 + list("🌊".encode() * 20)
+    assert "".join(pieces(decode, ids)) == decode(ids)
+
+
 def feed(stops: list[str], text: list[str]) -> tuple[str, bool]:
     matcher = StopMatcher(stops)
     out = ""
