@@ -37,7 +37,7 @@ from tiny_models import KINDS, Kind
 from workers import WorkerProcess, poll_until
 
 PROMPT = "Tell me of the sea, of the café on its shore and of 日本語."
-LENGTH = 200
+LENGTH = 240
 """Tokens of a job if nothing stopped it; its stop string comes up after some nine tenths."""
 
 Models = Mapping[Kind, Path]
@@ -122,13 +122,13 @@ class Reading:
 
     @property
     def tokens(self) -> list[Token]:
+        if self.error is not None:
+            raise self.error
         return [event for event in self.events if isinstance(event, Token)]
 
     @property
     def end(self) -> EndEvent:
         """The one end, which must be the last of what was read."""
-        if self.error is not None:
-            raise self.error
         ends = [event for event in self.events if isinstance(event, EndEvent)]
         assert len(ends) == 1, f"{len(ends)} ends"
         assert ends[0] is self.events[-1]
@@ -149,6 +149,8 @@ class Readers:
         self._thread.start()
         self._client = Client(url, namespace=namespace)
         self._tasks: list[Any] = []
+        # A client waits for a server that it has reached before, and for no other.
+        asyncio.run_coroutine_threadsafe(self._client.models(), self._loop).result(20)
 
     def follow(self, job_id: str, after: int = 0) -> Reading:
         """Subscribe, and read until the end."""
@@ -206,9 +208,7 @@ class Performance:
         end = self.readings[-1].end
         tokens = tuple(self.tokens)
         assert [token.index for token in tokens] == list(range(1, end.index + 1))
-        return Outcome(
-            tokens, end.state, end.finish_reason, end.text, end.usage, end.exactness
-        )
+        return Outcome(tokens, end.state, end.finish_reason, end.text, end.usage, end.exactness)
 
 
 class Scene:
@@ -235,10 +235,15 @@ class Scene:
     def submit(self) -> None:
         """Submit every case, and follow it."""
         for case in self._cases:
-            job = self.client.submit(case.model, case.prompt, **case.options)
-            performance = Performance(case, job)
-            self.jobs.append(performance)
-            self.follow(performance)
+            self.submit_one(case)
+
+    def submit_one(self, case: Case) -> Performance:
+        """Submit one case, and follow it."""
+        job = self.client.submit(case.model, case.prompt, **case.options)
+        performance = Performance(case, job)
+        self.jobs.append(performance)
+        self.follow(performance)
+        return performance
 
     def follow(self, performance: Performance) -> Reading:
         """Subscribe from the first token that no reader has."""
@@ -257,9 +262,7 @@ class Scene:
 
     def wait_tokens(self, count: int, *, timeout: float = 60) -> None:
         """Wait until readers have so many."""
-        poll_until(
-            lambda: self.tokens >= count, f"{count} tokens", timeout=timeout, every=0.005
-        )
+        poll_until(lambda: self.tokens >= count, f"{count} tokens", timeout=timeout, every=0.005)
 
     def wait_more(self, count: int, *, timeout: float = 60) -> None:
         """Wait until readers have so many more than now."""

@@ -37,4 +37,6 @@ def test_a_child_killed_at_random_steps_changes_no_bit(
         assert len(worker.lines("child died")) == len(steps)
         # Some went on from a checkpoint, and had tokens to catch up.
         resumed = [line for line in prepared([worker]) if line["checkpoint"]]
-        assert any(line["checkpoint"] < line["prompt_tokens"] + line["published"] for line in resumed)
+        assert any(
+            line["checkpoint"] < line["prompt_tokens"] + line["published"] for line in resumed
+        )

@@ -1,0 +1,73 @@
+"""Checkpoints are damaged between a crash and the restart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from exact_runs import Case, Models, References, Scene, prepared, worker_of
+from workers import poll_until
+
+
+def test_with_the_newest_checkpoint_damaged_an_older_serves_and_with_all_the_prompt(
+    models: Models,
+    cases: tuple[Case, ...],
+    references: References,
+    redis_url: str,
+    namespace: str,
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "checkpoints"
+    with Scene(redis_url, namespace, cases) as scene:
+        with worker_of(models, redis_url, namespace, tmp_path) as first:
+            first.wait_ready()
+            scene.submit()
+            poll_until(
+                lambda: all(len(files(root / job)) >= 2 for job in unfinished(scene)), "two of each"
+            )
+            first.kill()
+        hurt = unfinished(scene)
+        assert len(hurt) >= len(cases) // 2
+        flip_newest([root / job for job in hurt])
+        with worker_of(models, redis_url, namespace, tmp_path) as second:
+            second.wait_for("attempt prepared", count=len(hurt))
+            second.kill()
+            passed_over = [each["job"] for each in second.lines("checkpoint passed over")]
+            assert sorted(passed_over) == sorted(hurt)
+            assert all(each["checkpoint"] for each in prepared([second]))
+        destroy_all([root / job for job in hurt])
+        with worker_of(models, redis_url, namespace, tmp_path) as third:
+            scene.assert_exact(references)
+            again = prepared([third])
+            assert again
+            assert all(each["published"] and each["checkpoint"] is None for each in again)
+
+
+def unfinished(scene: Scene) -> list[str]:
+    """Their ids."""
+    return [each.job.id for each in scene.unfinished]
+
+
+def files(folder: Path) -> list[Path]:
+    """Checkpoints, oldest first."""
+    return sorted(folder.glob("*.ckpt"))
+
+
+def flip_newest(folders: Iterable[Path]) -> None:
+    """One bit each: in the head, the header or the arrays of the newest file."""
+    for number, folder in enumerate(folders):
+        newest = files(folder)[-1]
+        content = bytearray(newest.read_bytes())
+        content[(20, 100, len(content) - 100)[number % 3]] ^= 1 << number % 8
+        newest.write_bytes(content)
+
+
+def destroy_all(folders: Iterable[Path]) -> None:
+    """Emptied, cut in half, overwritten, or gone."""
+    for number, folder in enumerate(folders):
+        for path in files(folder):
+            if number % 4 == 3:
+                path.unlink()
+                continue
+            content = path.read_bytes()
+            path.write_bytes((b"", content[: len(content) // 2], bytes(len(content)))[number % 4])

@@ -1,0 +1,52 @@
+"""A long prompt whose reading is interrupted goes on from the last chunk that was saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from exact_runs import GREEDY, Case, Models, Scene, perform, prepared, worker_of
+from tenuto_client import SubmitOptions
+from workers import poll_until
+
+LONG = 3000
+"""Tokens of the prompts: some ninety chunks."""
+
+
+def test_a_prompt_killed_halfway_is_read_on_exactly(
+    models: Models, redis_url: str, namespace: str, tmp_path: Path
+) -> None:
+    options = GREEDY | SubmitOptions(max_tokens=40)
+    long = [
+        Case(kind, kind, tuple(5 + (7 * place) % 250 for place in range(LONG)), options)
+        for kind in models
+    ]
+    # A checkpoint at every border of a chunk.
+    with worker_of(
+        models, redis_url, namespace, tmp_path, "--checkpoint-seconds", "0.01"
+    ) as worker:
+        worker.wait_ready()
+        references = perform(redis_url, namespace, long)
+        with Scene(redis_url, namespace, long) as scene:
+            scene.submit()
+            folders = [tmp_path / "checkpoints" / each.job.id for each in scene.jobs]
+            for life in (1, 2):
+                chunks = [checkpoints(folder) for folder in folders]
+                poll_until(
+                    lambda: all(
+                        checkpoints(folder) > before
+                        for folder, before in zip(folders, chunks, strict=True)
+                    ),
+                    "a chunk of each prompt to be saved",
+                    every=0.005,
+                )
+                worker.kill_child()
+                assert scene.tokens == 0
+                worker.wait_for("attempt prepared", count=len(long) * (life + 1))
+            scene.assert_exact(references)
+        resumed = prepared([worker])[-2 * len(long) :]
+        assert all(0 < line["checkpoint"] < LONG for line in resumed)
+
+
+def checkpoints(folder: Path) -> str:
+    """The name of the newest checkpoint; later ones are greater."""
+    return max((path.name for path in folder.glob("*.ckpt")), default="")
