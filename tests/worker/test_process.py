@@ -241,6 +241,40 @@ def test_a_worker_survives_a_server_that_is_killed_in_mid_run(
     queue.close()
 
 
+def test_a_child_that_starts_while_redis_is_away_waits_for_it(
+    server: RealServer, tiny_model: Path, tmp_path: Path
+) -> None:
+    queue = JobQueue(server.url, "tenuto:")
+    with WorkerProcess(tiny_model, server.url, tmp_path) as worker:
+        worker.wait_ready()
+        server.kill()
+        worker.kill_child()
+        worker.wait_for("worker starting", count=2)
+        worker.wait_for("redis away")
+        server.start()
+        job = queue.submit(max_tokens=5)
+        assert wait_end(queue, job).state == "completed"
+        assert len(worker.lines("child died")) == 1
+    queue.close()
+
+
+def test_an_error_that_nobody_expected_ends_the_child_loudly_and_it_starts_again(
+    queue: JobQueue, start: Any
+) -> None:
+    worker = start()
+    worker.wait_ready()
+    running = queue.keys.running()
+    queue.client.set(running, "not a sorted set")
+    dead = worker.wait_for("child died")
+    queue.client.delete(running)
+    job = queue.submit(max_tokens=5)
+
+    assert dead["how"] == "exit code 70"
+    assert worker.lines("thread died")[0]["thread"] == "housekeeper"
+    assert "WRONGTYPE" in worker.lines("thread died")[0]["exception"]
+    assert wait_end(queue, job).state == "completed"
+
+
 # -- what cannot start -----------------------------------------------------------------
 
 

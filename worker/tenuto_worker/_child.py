@@ -79,10 +79,7 @@ class Child:
         """
         self._listen_for_the_end()
         await asyncio.to_thread(self._greet_redis)
-        # Not before: it takes seconds.
-        from ._rooms import Rooms
-
-        rooms = Rooms(self._settings, self._identity, self._outage, self._patience)
+        rooms = await asyncio.to_thread(self._build)
         await self._load(rooms)
         await asyncio.to_thread(rooms.open)
         self._serving = True
@@ -97,6 +94,12 @@ class Child:
         await asyncio.to_thread(rooms.drain)
         self._log.info("worker ended")
         return 0
+
+    def _build(self) -> Rooms:
+        # Not before: it takes seconds, in which signals are to be heard.
+        from ._rooms import Rooms
+
+        return Rooms(self._settings, self._identity, self._outage, self._patience)
 
     def _greet_redis(self) -> None:
         client = connect(self._settings.redis_url)

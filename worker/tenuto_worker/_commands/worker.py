@@ -50,20 +50,42 @@ class _Knob:
 
 _KNOBS: Final = (
     _Knob("--slots", "slots", int, "N", "jobs of a model at once (1)"),
-    _Knob("--checkpoint-every", "checkpoint_every_tokens", int, "N", "tokens (256)"),
-    _Knob("--checkpoint-seconds", "checkpoint_every_seconds", float, "S", "or seconds (2)"),
+    _Knob(
+        "--checkpoint-every", "checkpoint_every_tokens", int, "N", "save after so many tokens (256)"
+    ),
+    _Knob(
+        "--checkpoint-seconds",
+        "checkpoint_every_seconds",
+        float,
+        "S",
+        "or after so many seconds (2)",
+    ),
     _Knob("--chunk-size", "chunk_size", int, "N", "prefill chunk (512 on a GPU, 32 on a CPU)"),
     _Knob(
         "--lease-seconds",
         "lease_seconds",
         float,
         "S",
-        "patience with a silent worker (10)",
+        "how long others wait for a silent worker (10)",
     ),
-    _Knob("--exact-wait", "exact_wait_seconds", float, "S", "for a worker of equal geometry (30)"),
+    _Knob(
+        "--exact-wait",
+        "exact_wait_seconds",
+        float,
+        "S",
+        "leave a begun job to its own geometry so long (30)",
+    ),
     _Knob("--grace-seconds", "grace_seconds", float, "S", "how long a drain may take (30)"),
-    _Knob("--max-unsent-tokens", "max_unsent_tokens", int, "N", "decode ahead of Redis (4096)"),
-    _Knob("--log-format", "log_format", str, "auto|json|pretty", "pretty on a terminal (auto)"),
+    _Knob(
+        "--max-unsent-tokens",
+        "max_unsent_tokens",
+        int,
+        "N",
+        "pause when Redis lacks so many (4096)",
+    ),
+    _Knob(
+        "--log-format", "log_format", str, "auto|json|pretty", "auto is pretty on a terminal (auto)"
+    ),
 )
 
 

@@ -1,0 +1,112 @@
+"""`tenuto checkpoints`, and the worker's part of `tenuto doctor`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from job_queue import JobQueue
+from step_worker import StepWorker
+from tenuto_client._command import main
+from tenuto_client._config import Settings
+from tenuto_client._findings import Finding, Level
+from tenuto_worker._doctor import check
+
+Say = Callable[..., tuple[int, list[dict[str, Any]]]]
+
+
+@pytest.fixture
+def stopped(
+    jobs: JobQueue, redis_url: str, tiny_model: Path, tmp_path: Path
+) -> Iterator[tuple[str, Path]]:
+    """A cancelled job with two checkpoints, and their data dir."""
+    job = jobs.submit()
+    with StepWorker(redis_url, jobs.keys.namespace, tiny_model, tmp_path) as worker:
+        worker.claim()
+        worker.decode(17)
+        worker.save()
+        jobs.cancel(job)
+        worker.publish()
+        worker.settle()
+        worker.save()
+        yield job, tmp_path
+
+
+@pytest.fixture
+def say(jobs: JobQueue, redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Say:
+    """Runs `tenuto checkpoints --json` and returns its exit code and lines."""
+
+    def run(*words: str) -> tuple[int, list[dict[str, Any]]]:
+        capsys.readouterr()
+        where = ["--redis", redis_url, "--namespace", jobs.keys.namespace]
+        code = main(["checkpoints", *words, "--json", *where, "--data-dir", str(tmp_path)])
+        return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    return run
+
+
+def test_list_shows_what_each_checkpoint_holds(stopped: tuple[str, Path], say: Say) -> None:
+    code, lines = say("list")
+
+    assert code == 0
+    assert len(lines) == 2
+    assert {line["job"] for line in lines} == {stopped[0]}
+    assert all(line["bytes"] > 0 and line["tokens"] > 0 for line in lines)
+    assert say("list", "another-job") == (0, [])
+
+
+def test_verify_names_the_damaged_file_and_exits_with_1(
+    stopped: tuple[str, Path], say: Say
+) -> None:
+    job, data_dir = stopped
+    assert say("verify")[0] == 0
+    newest = max((data_dir / "checkpoints" / job).glob("*.ckpt"))
+    data = bytearray(newest.read_bytes())
+    data[-1] ^= 4
+    newest.write_bytes(data)
+    code, lines = say("verify")
+
+    assert code == 1
+    assert [line["file"] for line in lines if not line["ok"]] == [newest.name]
+
+
+def test_gc_removes_only_what_is_gone_and_a_dry_run_nothing(
+    stopped: tuple[str, Path], say: Say, jobs: JobQueue
+) -> None:
+    job, data_dir = stopped
+    assert say("gc") == (0, [])
+    jobs.delete(job)
+    assert [line["job"] for line in say("gc", "--dry-run")[1]] == [job]
+    assert (data_dir / "checkpoints" / job).exists()
+    assert [line["job"] for line in say("gc")[1]] == [job]
+    assert not (data_dir / "checkpoints" / job).exists()
+
+
+# -- doctor ----------------------------------------------------------------------------
+
+
+def _found(data_dir: Path) -> dict[str, Finding]:
+    settings = Settings.load(data_dir=data_dir)
+    return {finding.subject: finding for finding in check(settings)}
+
+
+def test_doctor_names_the_device_and_counts_checkpoints(stopped: tuple[str, Path]) -> None:
+    found = _found(stopped[1])
+
+    assert found["device"].level is Level.OK
+    assert "mlx-lm" in found["device"].says
+    assert found["checkpoints"].says.startswith("1 jobs")
+
+
+def test_doctor_names_a_model_folder_that_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENUTO_MODEL", f"m={tmp_path}/nothing")
+    found = _found(tmp_path)["models"]
+
+    assert found.level is Level.PROBLEM
+    assert f"{tmp_path}/nothing" in found.says
