@@ -30,15 +30,7 @@ def test_a_prompt_killed_halfway_is_read_on_exactly(
             scene.submit()
             folders = [tmp_path / "checkpoints" / each.job.id for each in scene.jobs]
             for life in (1, 2):
-                chunks = [checkpoints(folder) for folder in folders]
-                poll_until(
-                    lambda: all(
-                        checkpoints(folder) > before
-                        for folder, before in zip(folders, chunks, strict=True)
-                    ),
-                    "a chunk of each prompt to be saved",
-                    every=0.005,
-                )
+                wait_new_checkpoints(folders)
                 worker.kill_child()
                 assert scene.tokens == 0
                 worker.wait_for("attempt prepared", count=len(long) * (life + 1))
@@ -47,6 +39,16 @@ def test_a_prompt_killed_halfway_is_read_on_exactly(
         assert all(0 < line["checkpoint"] < LONG for line in resumed)
 
 
-def checkpoints(folder: Path) -> str:
+def wait_new_checkpoints(folders: list[Path]) -> None:
+    """Wait until each job has a newer one than now."""
+    before = [newest(folder) for folder in folders]
+    poll_until(
+        lambda: all(newest(folder) > old for folder, old in zip(folders, before, strict=True)),
+        "a chunk of each prompt to be saved",
+        every=0.005,
+    )
+
+
+def newest(folder: Path) -> str:
     """The name of the newest checkpoint; later ones are greater."""
     return max((path.name for path in folder.glob("*.ckpt")), default="")
