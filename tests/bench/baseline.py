@@ -1,0 +1,48 @@
+"""The process that `whole_path` measures against: bare `mlx_lm.generate_step`, and nothing else.
+
+    python baseline.py MODEL_FOLDER
+
+One request a line on stdin, `{"prompt": [ids], "tokens": N}`; one line of answer on stdout, a
+`Timing` as JSON. The model is loaded once, before the first answer; while it waits it is idle.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.figures import Timing
+
+# As the worker does, so that both run the same kernels.
+os.environ.setdefault("MLX_CUDA_USE_CUDNN_SDPA", "0")
+
+
+def main() -> None:
+    """Answer requests until stdin ends."""
+    import mlx.core as mx
+    import mlx_lm
+    from mlx_lm.generate import generate_step
+
+    model = mlx_lm.load(sys.argv[1])[0]
+    for line in sys.stdin:
+        asked = json.loads(line)
+        began = time.monotonic()
+        arrivals, ids, used = [], [], []
+        steps = generate_step(mx.array(asked["prompt"]), model, max_tokens=asked["tokens"])
+        for token, _ in steps:
+            arrivals.append(time.monotonic())
+            ids.append(int(token))
+            if len(ids) in (1, asked["tokens"]):
+                used.append(time.process_time())
+        timing = Timing.of(began, arrivals, time.monotonic(), used[-1] - used[0], ids)
+        print(json.dumps(asdict(timing)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
