@@ -438,6 +438,40 @@ def test_a_checkpoint_of_another_data_set_is_not_used(jobs: JobQueue, start: Sta
     assert jobs.tokens(job) == expected
 
 
+def test_a_checkpoint_that_contradicts_the_stream_is_not_used(jobs: JobQueue, start: Start) -> None:
+    job = jobs.submit(max_tokens=20)
+    lost = start()
+    lost.claim()
+    lost.decode(18)
+    lost.save()
+    jobs.scripts.take_back(job, "host-dir-0")
+    claim = jobs.take(exact_wait_s=0.0)
+    jobs.scripts.publish(claim.fence, story(1, 5))
+    jobs.scripts.release(claim.fence, "drain")
+    heir = start(name="host-dir-1")
+    heir.claim()
+    heir.finish()
+
+    assert jobs.tokens(job)[:5] == story(1, 5)
+    assert len(jobs.tokens(job)) == 20
+    assert end_of(jobs, job).exactness == "recomputed"
+
+
+def test_decoding_pauses_while_redis_lacks_too_many_tokens(jobs: JobQueue, start: Start) -> None:
+    job = jobs.submit(max_tokens=60)
+    worker = start(max_unsent_tokens=16)
+    expected = alone(worker, max_tokens=60)
+    worker.claim()
+    for _ in range(40):
+        worker.rooms.decoder.wake()
+        worker.rooms.decoder.turn()
+    assert len(worker.run.tokens) == 16
+    assert not worker.run.end
+    worker.finish()
+
+    assert jobs.tokens(job) == expected
+
+
 def test_the_prompt_ids_of_the_first_claim_are_used_by_later_ones(
     jobs: JobQueue, start: Start
 ) -> None:

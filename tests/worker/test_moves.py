@@ -184,6 +184,14 @@ def test_a_move_into_the_queue_raises_the_epoch_and_frees_the_lease(
     assert jobs.take().fence.epoch == 2
 
 
+def test_only_the_same_worker_takes_a_job_back(jobs: JobQueue) -> None:
+    job = jobs.submit()
+    fence = jobs.take().fence
+
+    assert jobs.scripts.take_back(job, "host-dir-1") == "foreign"
+    assert _publish(jobs, job, fence) == "ok"
+
+
 # -- the queue -------------------------------------------------------------------------
 
 

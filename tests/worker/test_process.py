@@ -16,6 +16,7 @@ import pytest
 from job_queue import JobQueue
 from servers import RealServer
 from tenuto_client._records import EndEvent
+from tenuto_client._server import ensure_server, stop_server
 from workers import WorkerProcess, child_is_alive, poll_until
 
 OPTIONS: dict[str, Any] = {"max_tokens": 400, "temperature": 0.8, "seed": 11}
@@ -239,6 +240,23 @@ def test_a_worker_survives_a_server_that_is_killed_in_mid_run(
         assert not worker.lines("child died")
         assert not worker.lines("attempt fenced")
     queue.close()
+
+
+def test_the_embedded_server_is_started_again_when_it_is_killed(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    queue = JobQueue(ensure_server(tmp_path), "tenuto:")
+    job = queue.submit(**OPTIONS)
+    try:
+        with WorkerProcess(tiny_model, None, tmp_path) as worker:
+            wait_tokens(queue, job, 40)
+            os.kill(int((tmp_path / "redis" / "pid").read_text()), signal.SIGKILL)
+            worker.wait_for("redis back")
+            assert wait_end(queue, job).exactness == "exact"
+            assert len(queue.tokens(job)) == OPTIONS["max_tokens"]
+    finally:
+        queue.close()
+        stop_server(tmp_path)
 
 
 def test_a_child_that_starts_while_redis_is_away_waits_for_it(

@@ -156,8 +156,8 @@ class Preparer:
         published: Sequence[Token],
         geometry: Geometry,
     ) -> Plan:
+        from tenuto_engine import ResumeMismatch, resume_options
         from tenuto_engine import Token as EngineToken
-        from tenuto_engine import resume_options
 
         store = run.store = self._checkpoints.store(run, geometry)
         save = self._outlets.save
@@ -176,7 +176,12 @@ class Preparer:
         ]
         roads = [(prompt, replace(options, published_tokens=tuple(known)))]
         if checkpoint is not None:
-            roads.insert(0, resume_options(checkpoint, options, known, prompt_tokens=prompt))
+            try:
+                road = resume_options(checkpoint, options, known, prompt_tokens=prompt)
+            except ResumeMismatch as error:
+                run.log.warning("checkpoint not usable", error=str(error))
+            else:
+                roads.insert(0, road)
         run.log.info(
             "attempt prepared",
             prompt_tokens=len(prompt),
