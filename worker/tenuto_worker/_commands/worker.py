@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from tenuto_client import Settings
@@ -176,5 +177,6 @@ def models(given: list[str]) -> dict[str, str]:
             raise ConfigError("--model", f"{text!r} is not NAME=PATH_OR_REPO")
         if name in found:
             raise ConfigError("--model", f"{name!r} is given twice")
-        found[name] = path
+        # Not every shell expands it after an equals sign.
+        found[name] = str(Path(path).expanduser()) if path.startswith("~") else path
     return found
