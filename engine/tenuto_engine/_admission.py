@@ -34,12 +34,14 @@ def admit(loaded: LoadedModel, ids: Ids[int], options: GenerationOptions, chunk:
     sequence = Sequence(prompt, options, ends | set(options.stop_token_ids), loaded.decode)
     sequence.stats.cached_tokens = min(position, len(prompt))
     sequence.prefill_done = min(position, len(prompt))
+    sequence.prefill_total = len(prompt) if options.resumes else len(tokens)
     sequence.replay(generated)
     row = Row(
         sequence=sequence,
         caches=caches,
         position=position,
         bound=len(prompt) + options.max_tokens - 1,
+        reading=tokens,
         processors=LogitsProcessors(options, tokens),
         sampler=Sampler(options, sequence.seed),
         pending=_pending(options),

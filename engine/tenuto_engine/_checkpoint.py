@@ -25,6 +25,8 @@ class Checkpoint:
         pending_top_logprobs: the likeliest ids at its place with their logprobs.
         seed: what the draws derive from.
         caches: one state a layer.
+        divergences: published tokens so far that differ from the computed ones.
+        first_divergence: index of the first of those, or None.
         meta: the caller's own, of what msgpack can hold; kept and given back.
     """
 
@@ -36,6 +38,8 @@ class Checkpoint:
     pending_top_logprobs: tuple[tuple[int, float], ...]
     seed: int
     caches: list[CacheState]
+    divergences: int = 0
+    first_divergence: int | None = None
     meta: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -67,6 +71,8 @@ def to_header(checkpoint: Checkpoint) -> tuple[dict[str, object], list[HostArray
         "pending_logprob": checkpoint.pending_logprob,
         "pending_top_logprobs": [list(pair) for pair in checkpoint.pending_top_logprobs],
         "seed": checkpoint.seed,
+        "divergences": checkpoint.divergences,
+        "first_divergence": checkpoint.first_divergence,
         "caches": [
             {"kind": s.kind, "meta": dict(s.meta), "arrays": len(s.arrays)}
             for s in checkpoint.caches
@@ -92,6 +98,8 @@ def from_header(header: Mapping[str, Any], arrays: Sequence[HostArray]) -> Check
             pending_top_logprobs=_pairs(header["pending_top_logprobs"]),
             seed=header["seed"],
             caches=_caches(header["caches"], arrays),
+            divergences=header["divergences"],
+            first_divergence=header["first_divergence"],
             meta=header["meta"],
         )
         _check(checkpoint)

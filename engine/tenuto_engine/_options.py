@@ -64,12 +64,15 @@ class GenerationOptions:
         cached_tokens: how many tokens ``cache`` covers; None reads it from the cache.
         initial_pending_token: the token that was sampled and is not in the cache.
         initial_pending_logprobs: its logprobs.
-        initial_generated_tokens: how many of ``prompt_tokens`` were generated.
+        initial_generated_tokens: how many of ``prompt_tokens`` were generated. With neither
+            cache nor pending token they are prefilled with the prompt: quicker than feeding
+            them as ``published_tokens``, but the bits are others.
         original_prompt_tokens: how many were the prompt; None is all the others.
         initial_tokens: the records of the generated ones; without them later checkpoints
             know their text, but have NaN for their logprobs.
         initial_published_tokens: how many of them a reader has; the others are handed out
             first. None is all.
+        initial_divergences, initial_first_divergence: what the stats of the run begin with.
         published_tokens: the tokens after them that a reader has. They are fed again, never
             handed out again, and stand even where this engine would choose others.
     """
@@ -102,6 +105,8 @@ class GenerationOptions:
     original_prompt_tokens: int | None = None
     initial_tokens: tuple[Token, ...] = ()
     initial_published_tokens: int | None = None
+    initial_divergences: int = 0
+    initial_first_divergence: int | None = None
     published_tokens: tuple[Token, ...] = ()
 
     def __post_init__(self) -> None:
@@ -182,11 +187,10 @@ def _check_resume(options: GenerationOptions) -> None:
     for name in ("cached_tokens", "original_prompt_tokens"):
         if getattr(options, name) is not None:
             _integer(options, name, 1, None)
-    if options.initial_pending_token is None:
-        if options.initial_generated_tokens:
-            raise InvalidOption("initial_generated_tokens", "needs initial_pending_token")
-    else:
+    if options.initial_pending_token is not None:
         _check_pending(options)
+    elif options.initial_generated_tokens and options.cache is not None:
+        raise InvalidOption("initial_generated_tokens", "with a cache need initial_pending_token")
     given = options.initial_generated_tokens
     if options.initial_published_tokens is not None:
         _integer(options, "initial_published_tokens", 0, given)

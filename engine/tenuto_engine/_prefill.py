@@ -29,8 +29,7 @@ def prefill_step(model: Forward, row: Row, chunk: int) -> None:
         row: one in prefill.
         chunk: the chunk size C.
     """
-    sequence = row.sequence
-    last = len(sequence.prompt) - 1
+    last = len(row.reading) - 1
     if row.position < last:
         _read_chunk(model, row, min((row.position // chunk + 1) * chunk, last))
     if row.position < last:
@@ -50,7 +49,7 @@ def _read_chunk(model: Forward, row: Row, end: int) -> None:
 
 def _forward(model: Forward, row: Row, end: int) -> mx.array:
     row.reserve(end - row.position)
-    tokens: list[Any] = list(row.sequence.prompt[row.position : end])
+    tokens: list[Any] = list(row.reading[row.position : end])
     logits = model(mx.array(tokens)[None], cache=row.caches)
     row.sequence.stats.prefilled_tokens += end - row.position
     row.position = row.sequence.prefill_done = end

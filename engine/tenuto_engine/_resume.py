@@ -47,6 +47,8 @@ def resume_options(
         initial_generated_tokens=covered,
         original_prompt_tokens=len(tokens) - covered,
         initial_tokens=checkpoint.generated,
+        initial_divergences=checkpoint.divergences,
+        initial_first_divergence=checkpoint.first_divergence,
         initial_published_tokens=min(len(published), covered),
         published_tokens=published[covered:],
     )

@@ -109,7 +109,7 @@ class Sequence:
         state: where it stands.
         tokens: the tokens whose text is settled, handed out or not.
         emitted: how many of them a reader has.
-        prefill_done, prefill_total: prompt tokens read, and to read.
+        prefill_done, prefill_total: tokens read, and to read, before the first new one.
         catch_up_done, catch_up_total: published tokens fed again, and to feed.
         finish_reason: ``stop``, ``length`` or None.
         end_text: the text held back until a natural end.
@@ -125,6 +125,7 @@ class Sequence:
     tokens: list[Token] = field(default_factory=list)
     emitted: int = 0
     prefill_done: int = 0
+    prefill_total: int = 0
     catch_up_done: int = 0
     finish_reason: FinishReason | None = None
     end_text: str = ""
@@ -132,14 +133,14 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.seed = secrets.randbits(64) if self.options.seed is None else self.options.seed
-        self.stats = GenerationStats(prompt_tokens=len(self.prompt))
+        self.stats = GenerationStats(
+            prompt_tokens=len(self.prompt),
+            divergences=self.options.initial_divergences,
+            first_divergence=self.options.initial_first_divergence,
+        )
         self._text = TextStream(self.decode, self.options.stop)
         self._began: float | None = None
         self._first_token: float | None = None
-
-    @property
-    def prefill_total(self) -> int:
-        return len(self.prompt)
 
     @property
     def catch_up_total(self) -> int:

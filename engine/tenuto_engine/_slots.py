@@ -89,12 +89,15 @@ class Row:
         caches: mlx-lm cache objects, one a layer; nobody else holds their arrays.
         position: tokens whose KV is in ``caches``.
         bound: most tokens they may ever hold.
+        reading: what a prefill reads: the prompt, and generated tokens if there is no
+            pending one to go on from.
     """
 
     sequence: Sequence
     caches: list[Any]
     position: int
     bound: int
+    reading: tuple[int, ...]
     processors: LogitsProcessors
     sampler: Sampler
     pending: Pending | None = None
@@ -122,8 +125,12 @@ class Row:
         assert self.position + count <= self.bound, "a row would write past its bound"
 
     def checkpoint(self) -> Checkpoint | None:
-        """All that the next token depends on; None while nothing is computed."""
-        if self.position == 0:
+        """All that the next token depends on.
+
+        None while nothing is computed, and while generated tokens are prefilled: that gives
+        other bits, so whoever goes on must know that it did.
+        """
+        if self.position == 0 or (self.pending is None and self.generated > 0):
             return None
         drawn = self.pending.read() if self.pending else None
         return Checkpoint(
@@ -135,6 +142,8 @@ class Row:
             pending_top_logprobs=drawn.top_logprobs if drawn else (),
             seed=self.sequence.seed,
             caches=snapshot(self.caches),
+            divergences=self.sequence.stats.divergences,
+            first_divergence=self.sequence.stats.first_divergence,
         )
 
     def checkpoint_if_due(self, *, now: bool = False) -> None:

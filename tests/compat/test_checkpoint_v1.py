@@ -51,6 +51,8 @@ def expected() -> Checkpoint:
             CacheState("ArraysCache", {"entries": 2}, (HostArray("state.1", "int32", state),)),
             CacheState("KVCache", {"offset": 0, "capacity": 0}, ()),
         ],
+        divergences=2,
+        first_divergence=1,
         meta={"job": "j1", "epoch": 3, "spec": {"temperature": 0.7, "stop": ["x", None]}},
     )
 

@@ -9,6 +9,7 @@ import pytest
 
 from engine_runs import PROMPT, STYLES, Run, finish, run, run_with_checkpoints
 from tenuto_engine import (
+    Checkpoint,
     Engine,
     GenerationOptions,
     InvalidOption,
@@ -137,3 +138,54 @@ def test_sampled_published_tokens_need_their_seed(llama: Engine) -> None:
     published = (Token(5, 1, "x", -1.0),)
     with pytest.raises(InvalidOption, match="seed"):
         llama.add(encode(llama), GenerationOptions(temperature=1, published_tokens=published))
+
+
+def test_a_checkpoint_remembers_the_divergences_before_it(llama: Engine) -> None:
+    whole = run(llama, encode(llama), **OPTIONS)
+    other = replace(whole.tokens[4], token=(whole.tokens[4].token + 1) % llama.vocab_size)
+    published = (*whole.tokens[:4], other)
+    taken: list[Checkpoint] = []
+    options = GenerationOptions(
+        **OPTIONS,
+        published_tokens=published,
+        checkpoint_every_tokens=10,
+        checkpoint_every_seconds=None,
+        on_decode_checkpoint=taken.append,
+    )
+    first = llama.add(encode(llama), options)
+    finish(llama, first)
+    tokens, resumed = resume_options(taken[-1], GenerationOptions(**OPTIONS))
+    second = llama.add(tokens, resumed)
+    finish(llama, second)
+    assert first.stats.divergences == second.stats.divergences == 1
+    assert first.stats.first_divergence == second.stats.first_divergence == 5
+
+
+def test_published_tokens_can_be_prefilled_with_the_prompt(
+    load_engine: LoadEngine, kind: Kind
+) -> None:
+    """The quick road: other bits are possible, but places, text and limits are the same."""
+    engine = load_engine(kind)
+    whole, _ = run_with_checkpoints(engine, encode(engine), OPTIONS)
+    taken: list[Checkpoint] = []
+    ids = [*encode(engine), *whole.ids[:30]]
+    sequence = engine.add(
+        ids,
+        GenerationOptions(
+            **OPTIONS,
+            initial_generated_tokens=30,
+            initial_tokens=tuple(whole.tokens[:30]),
+            on_decode_checkpoint=taken.append,
+            checkpoint_every_seconds=0.0,
+        ),
+    )
+    assert sequence.prefill_total == len(ids)
+    rest = finish(engine, sequence)
+    assert [token.index for token in rest.tokens] == list(range(31, 51))
+    text = "".join(token.text for token in whole.tokens[:30]) + rest.text
+    assert text == engine.tokenizer.decode([*whole.ids[:30], *rest.ids])
+    assert rest.finish_reason == "length"
+    covered = [c.generated_tokens for c in taken if c.pending_token is not None]
+    assert covered[0] == 30
+    assert all(c.original_prompt_tokens == len(ids) - 30 for c in taken)
+    assert all(c.generated_tokens == 0 for c in taken if c.pending_token is None)

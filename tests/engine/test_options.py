@@ -50,7 +50,7 @@ PENDING: dict[str, Any] = {
         ("checkpoint_every_tokens", {"checkpoint_every_tokens": 0}),
         ("checkpoint_every_seconds", {"checkpoint_every_seconds": -1}),
         ("on_decode_checkpoint", {"on_decode_checkpoint": 5}),
-        ("initial_generated_tokens", {"initial_generated_tokens": 1}),
+        ("initial_generated_tokens", {"initial_generated_tokens": 1, "cache": []}),
         ("initial_generated_tokens", PENDING | {"initial_generated_tokens": 512}),
         ("initial_pending_token", PENDING | {"initial_pending_token": -3}),
         ("initial_pending_logprobs", PENDING | {"initial_pending_logprobs": None}),
