@@ -265,8 +265,14 @@ class Scene:
         poll_until(lambda: self.tokens >= count, f"{count} tokens", timeout=timeout, every=0.005)
 
     def wait_more(self, count: int, *, timeout: float = 60) -> None:
-        """Wait until readers have so many more than now."""
-        self.wait_tokens(self.tokens + count, timeout=timeout)
+        """Wait until readers have so many more than now, or all there are."""
+        wanted = self.tokens + count
+        poll_until(
+            lambda: self.tokens >= wanted or not self.unfinished,
+            f"{wanted} tokens",
+            timeout=timeout,
+            every=0.005,
+        )
 
     def wait_ends(self, *, timeout: float = 90) -> None:
         """Wait until every reader has read an end."""
