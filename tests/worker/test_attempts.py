@@ -365,7 +365,8 @@ def test_published_tokens_that_come_out_differently_stand_and_are_counted(
     assert jobs.tokens(job)[:5] == story(1, 5)
     end = end_of(jobs, job)
     assert end.exactness == "recomputed"
-    assert "5 of 5 published tokens" in (end.exactness_reason or "")
+    assert "5 published tokens came out differently" in (end.exactness_reason or "")
+    assert "the first of them token 1" in (end.exactness_reason or "")
     assert jobs.job(job)["exactness"] == "recomputed"
 
 
@@ -436,6 +437,70 @@ def test_a_checkpoint_of_another_data_set_is_not_used(jobs: JobQueue, start: Sta
     heir.finish()
 
     assert jobs.tokens(job) == expected
+
+
+def test_a_difference_is_not_forgotten_by_a_crash_after_the_checkpoint_that_covers_it(
+    jobs: JobQueue, start: Start
+) -> None:
+    """The label had not reached Redis when the worker died; the checkpoint knows."""
+    job = jobs.submit(max_tokens=40)
+    claim = jobs.take()
+    jobs.scripts.publish(claim.fence, story(1, 5))
+    jobs.scripts.release(claim.fence, "drain")
+    lost = start()
+    lost.claim()
+    lost.decode(12)
+    lost.save()
+    assert jobs.job(job)["exactness"] == "exact"
+    jobs.scripts.take_back(job, "host-dir-0")
+    heir = start(name="host-dir-1")
+    heir.claim()
+    assert len(heir.run.tokens) == 5
+    heir.finish()
+
+    end = end_of(jobs, job)
+    assert end.exactness == "recomputed"
+    assert "published tokens came out differently" in (end.exactness_reason or "")
+    assert jobs.tokens(job)[:5] == story(1, 5)
+
+
+def test_fast_recovery_prefills_what_is_published_and_says_so(jobs: JobQueue, start: Start) -> None:
+    job = jobs.submit(max_tokens=60, recovery="fast")
+    lost = start(checkpoint_every_tokens=1000)
+    lost.claim()
+    lost.decode(40)
+    lost.publish()
+    published = jobs.tokens(job)
+    jobs.scripts.take_back(job, "host-dir-0")
+    heir = start(name="host-dir-1")
+    heir.claim()
+    heir.rooms.decoder.turn()
+    assert heir.run.phase is Phase.PREFILL
+    assert heir.run.total > 40, "the prompt and 40 tokens"
+    heir.finish()
+
+    assert jobs.tokens(job)[:40] == published
+    assert [token.index for token in jobs.tokens(job)] == list(range(1, 61))
+    end = end_of(jobs, job)
+    assert (end.state, end.exactness) == ("completed", "recomputed")
+    assert "recovery=fast" in (end.exactness_reason or "")
+
+
+def test_fast_recovery_is_exact_where_a_checkpoint_is_quicker(jobs: JobQueue, start: Start) -> None:
+    job = jobs.submit(max_tokens=40, recovery="fast")
+    lost = start(checkpoint_every_tokens=4)
+    expected = alone(lost, max_tokens=40)
+    lost.claim()
+    lost.decode(29)
+    lost.publish()
+    lost.save()
+    jobs.scripts.take_back(job, "host-dir-0")
+    heir = start(name="host-dir-1")
+    heir.claim()
+    heir.finish()
+
+    assert jobs.tokens(job) == expected
+    assert end_of(jobs, job).exactness == "exact"
 
 
 def test_a_checkpoint_that_contradicts_the_stream_is_not_used(jobs: JobQueue, start: Start) -> None:

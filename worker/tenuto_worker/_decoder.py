@@ -11,7 +11,7 @@ from tenuto_client import Token
 
 from ._errors import ConfigError
 from ._logging import get_log
-from ._preparer import Plan
+from ._preparer import Plan, Road
 from ._publisher import Publisher
 from ._run import End, EndKind, Phase, Run, Runs, Stop, end_of
 from ._settings import WorkerSettings
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
         CheckpointStore,
         CheckpointWriter,
         Engine,
-        GenerationOptions,
         Sequence,
         TokenEvent,
     )
@@ -38,7 +37,7 @@ class _Row:
     run: Run
     sequence: Sequence
     store: CheckpointStore
-    judged: bool = False
+    divergences: str | None = None
 
 
 @dataclass(slots=True)
@@ -111,6 +110,7 @@ class DecodeThread:
                     slots=self._settings.slots,
                     chunk_size=self._settings.chunk_size,
                     pipelined=self._settings.pipelined,
+                    hash_cache=self._settings.data_dir / "model-hashes.json",
                 )
                 fingerprint = engine.geometry.fingerprint
             except EngineError as error:
@@ -174,18 +174,20 @@ class DecodeThread:
         from tenuto_engine import EngineError
 
         host = self.hosts[plan.run.model]
-        *checkpoints, replay = plan.roads
-        for road in checkpoints:
+        *shortcuts, replay = plan.roads
+        for road in shortcuts:
             try:
                 self._add(host, plan, road)
             except EngineError as error:
-                plan.run.log.warning("checkpoint not usable", error=str(error))
+                plan.run.log.warning("shortcut not usable", error=str(error))
             else:
                 return
         self._add(host, plan, replay)
 
-    def _add(self, host: Host, plan: Plan, road: tuple[list[int], GenerationOptions]) -> None:
-        sequence = host.engine.add(*road)
+    def _add(self, host: Host, plan: Plan, road: Road) -> None:
+        sequence = host.engine.add(road.tokens, road.options)
+        if road.recomputes:
+            plan.run.relabel(road.recomputes)
         row = _Row(plan.run, sequence, plan.store)
         host.rows.append(row)
         self._note(row)
@@ -272,18 +274,19 @@ class DecodeThread:
             run.progress(Phase.CATCH_UP, sequence.catch_up_done, sequence.catch_up_total)
         else:
             run.progress(Phase.DECODE, len(run.tokens), sequence.options.max_tokens)
-            self._judge_catch_up(row)
+        self._judge(row)
 
-    def _judge_catch_up(self, row: _Row) -> None:
-        if row.judged:
-            return
-        row.judged = True
+    def _judge(self, row: _Row) -> None:
+        """Label the run as soon as a published token came out differently."""
         stats = row.sequence.stats
-        if stats.divergences:
-            row.run.relabel(
-                f"{stats.divergences} of {row.sequence.catch_up_total} published tokens came out "
-                f"differently, the first of them token {stats.first_divergence}"
-            )
+        if not stats.divergences:
+            return
+        reason = (
+            f"{stats.divergences} published tokens came out differently when they were fed "
+            f"again, the first of them token {stats.first_divergence}"
+        )
+        row.run.relabel(reason, instead_of=row.divergences)
+        row.divergences = reason
 
     def _end(self, row: _Row) -> End:
         from tenuto_engine import SequenceState

@@ -31,9 +31,32 @@ from ._scripts import JobScripts
 from ._settings import WorkerSettings
 
 if TYPE_CHECKING:
-    from tenuto_engine import Checkpoint, CheckpointStore, Engine, GenerationOptions, Geometry
+    from tenuto_engine import (
+        Checkpoint,
+        CheckpointStore,
+        Engine,
+        GenerationOptions,
+        Geometry,
+    )
+    from tenuto_engine import Token as EngineToken
 
 _PAGE = 1000
+# About how many tokens are prefilled in the time of one that is decoded.
+_DECODE_COST = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Road:
+    """Arguments of `Engine.add` that lead to the next token of a job.
+
+    Attributes:
+        tokens, options: the arguments.
+        recomputes: why what comes after it may have other bits; None when it cannot.
+    """
+
+    tokens: list[int]
+    options: GenerationOptions
+    recomputes: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +66,12 @@ class Plan:
     Attributes:
         run: whose it is.
         store: where its checkpoints go.
-        roads: prompt tokens and options for `Engine.add`, best first. The last replays from the
-            prompt and needs no checkpoint.
+        roads: best first. The last replays from the prompt and needs nothing but the stream.
     """
 
     run: Run
     store: CheckpointStore
-    roads: tuple[tuple[list[int], GenerationOptions], ...]
+    roads: tuple[Road, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,14 +196,17 @@ class Preparer:
         known = [
             EngineToken(t.token, t.index, t.text, t.logprob, t.top_logprobs) for t in published
         ]
-        roads = [(prompt, replace(options, published_tokens=tuple(known)))]
+        roads = [Road(prompt, replace(options, published_tokens=tuple(known)))]
         if checkpoint is not None:
             try:
                 road = resume_options(checkpoint, options, known, prompt_tokens=prompt)
             except ResumeMismatch as error:
                 run.log.warning("checkpoint not usable", error=str(error))
             else:
-                roads.insert(0, road)
+                roads.insert(0, Road(*road))
+        missing = len(known) - (checkpoint.generated_tokens if checkpoint else 0)
+        if spec.recovery == "fast" and missing * _DECODE_COST > len(prompt) + len(known):
+            roads.insert(0, prefill_road(prompt, known, options))
         run.log.info(
             "attempt prepared",
             prompt_tokens=len(prompt),
@@ -278,6 +303,17 @@ def options_of(spec: JobSpec, settings: WorkerSettings) -> GenerationOptions:
         checkpoint_every_tokens=settings.checkpoint_every_tokens,
         checkpoint_every_seconds=settings.checkpoint_every_seconds,
     )
+
+
+def prefill_road(
+    prompt: Sequence[int], published: Sequence[EngineToken], options: GenerationOptions
+) -> Road:
+    """Read the published tokens together with the prompt: quicker than feeding them one by one."""
+    resumed = replace(
+        options, initial_generated_tokens=len(published), initial_tokens=tuple(published)
+    )
+    tokens = [*prompt, *(token.token for token in published)]
+    return Road(tokens, resumed, "recovery=fast: published tokens were prefilled")
 
 
 def check_length(prompt: int, max_tokens: int, context: int | None) -> None:

@@ -174,11 +174,13 @@ class Run:
         """A sign of life without progress: waiting for Redis, or for its turn."""
         self.beat = time.monotonic()
 
-    def relabel(self, reason: str) -> None:
-        """The job is `recomputed` from now on. The first reason stays."""
+    def relabel(self, reason: str, *, instead_of: str | None = None) -> None:
+        """The job is `recomputed` from now on. The first reason stays, if not `instead_of`."""
         if self.exactness != "recomputed":
-            self.exactness, self.exactness_reason = "recomputed", reason
             self.log.warning("job recomputed", reason=reason)
+        elif self.exactness_reason != instead_of:
+            return
+        self.exactness, self.exactness_reason = "recomputed", reason
 
 
 @dataclass(frozen=True, slots=True)
