@@ -13,14 +13,16 @@ up late; the sampled ones have penalties, whose history is one more thing that h
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from servers import RealServer
 from tenuto_client import (
     Client,
     EndEvent,
@@ -340,11 +342,26 @@ def worker_of(
     )
 
 
-def only(cases: Sequence[Case], *names: str) -> list[Case]:
-    """The cases of these names."""
-    found = [case for case in cases if case.name in names]
-    assert len(found) == len(names)
-    return found
+class Past:
+    """What a server has on disk at one moment, to come back later."""
+
+    def __init__(self, server: RealServer) -> None:
+        self._server = server
+        self._files = server.folder / "aof"
+        self._copy = server.folder / "past"
+
+    def take(self) -> None:
+        """Remember this moment. The server is killed for it, so that its files hold still."""
+        self._server.kill()
+        shutil.copytree(self._files, self._copy)
+        self._server.start()
+
+    def bring_back(self) -> None:
+        """Let the server know no more than it did then."""
+        self._server.kill()
+        shutil.rmtree(self._files)
+        shutil.copytree(self._copy, self._files)
+        self._server.start()
 
 
 def prepared(workers: Iterable[WorkerProcess]) -> list[dict[str, Any]]:
@@ -358,13 +375,13 @@ __all__ = [
     "Case",
     "Models",
     "Outcome",
+    "Past",
     "Performance",
     "Reading",
     "References",
     "Scene",
     "assert_same",
     "make_cases",
-    "only",
     "perform",
     "prepared",
     "with_late_stop",

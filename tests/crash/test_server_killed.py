@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import random
-import shutil
 from pathlib import Path
 
-from exact_runs import Case, Models, References, Scene, worker_of
+from exact_runs import Case, Models, Past, References, Scene, worker_of
 from servers import RealServer
 
 
@@ -113,25 +112,3 @@ def test_a_job_that_ended_after_what_the_server_remembers_ends_the_same_again(
                 afterwards.follow(performance)
             afterwards.assert_exact(references)
         assert worker.lines("job reaped")
-
-
-class Past:
-    """What a server has on disk at one moment, to come back later."""
-
-    def __init__(self, server: RealServer) -> None:
-        self._server = server
-        self._files = server.folder / "aof"
-        self._copy = server.folder / "past"
-
-    def take(self) -> None:
-        """Remember this moment. The server is killed for it, so that its files hold still."""
-        self._server.kill()
-        shutil.copytree(self._files, self._copy)
-        self._server.start()
-
-    def bring_back(self) -> None:
-        """Let the server know no more than it did then."""
-        self._server.kill()
-        shutil.rmtree(self._files)
-        shutil.copytree(self._copy, self._files)
-        self._server.start()
