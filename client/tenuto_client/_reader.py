@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Final
 
@@ -55,6 +56,7 @@ class StreamReader:
             JobGone: there is no such job, or there is none any more.
             ServerUnavailable: the server was not reached at all, or not for `reconnect_timeout`.
         """
+        cancels = _Cancels()
         while True:
             try:
                 batch = await self._next()
@@ -62,6 +64,7 @@ class StreamReader:
                 await self._redis.recover(error, self._backoff)
                 self._rewind()
                 continue
+            cancels.raise_if_swallowed()
             self._backoff.reset()
             for event in batch:
                 yield event
@@ -159,6 +162,24 @@ class StreamReader:
         entry_id, fields = _as_entry(last[0])
         entry = unpack_entry(entry_id.decode(), fields)
         return [entry] if isinstance(entry, EndEvent) else []
+
+
+class _Cancels:
+    """Notices a cancel that was swallowed on its way.
+
+    redis-py looks at an idle connection under a timeout of 0 s. A cancel that was asked for while
+    the task ran, as a signal handler does, arrives there, and is taken for that timeout.
+    """
+
+    def __init__(self) -> None:
+        self._task = asyncio.current_task()
+        self._before = self._task.cancelling() if self._task else 0
+
+    def raise_if_swallowed(self) -> None:
+        """Raise `CancelledError` when the task was cancelled and goes on all the same."""
+        task = asyncio.current_task()
+        if task is not None and task is self._task and task.cancelling() > self._before:
+            raise asyncio.CancelledError
 
 
 def _history(event: StateEvent | EndEvent) -> StateEvent:

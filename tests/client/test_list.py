@@ -23,8 +23,12 @@ from tenuto_client import (
 
 async def submit(client: Client, count: int, model: str = "m") -> list[str]:
     """Jobs, and their ids."""
-    jobs = await asyncio.gather(*(client.submit(model, "hi") for _ in range(count)))
-    return [job.id for job in jobs]
+    ids: list[str] = []
+    while len(ids) < count:
+        # Some at a time: each needs a connection, and a server's backlog is finite.
+        some = range(min(50, count - len(ids)))
+        ids += [job.id for job in await asyncio.gather(*(client.submit(model, "hi") for _ in some))]
+    return ids
 
 
 async def listed(client: Client, **options: Any) -> list[str]:

@@ -397,6 +397,23 @@ async def test_many_readers_of_one_stream_get_the_same(running: tuple[Job, Attem
     assert all(tokens == story(1, 50) for tokens in await asyncio.gather(*reading))
 
 
+async def test_a_reader_cancelled_in_its_own_turn_stops(running: tuple[Job, Attempt]) -> None:
+    job, attempt = running
+    attempt.publish(1, 1)
+
+    async def read() -> None:
+        async for _ in job.stream():
+            # As a signal handler does, which runs in the middle of the task.
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+
+    for _ in range(2):
+        reading = asyncio.create_task(read())
+        await asyncio.wait([reading], timeout=5)
+        assert reading.cancelled()
+
+
 async def test_a_reader_that_stops_leaves_no_connection_reading(
     running: tuple[Job, Attempt], raw: Any, keys: Keys
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -21,12 +22,16 @@ def watch(settings: Settings, job_id: str, after: int, *, as_json: bool) -> int:
     watcher = _JsonWatcher(job_id, after) if as_json else _TextWatcher(job_id, after)
     try:
         return asyncio.run(_follow(settings, watcher))
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         watcher.leave()
         return INTERRUPTED
 
 
 async def _follow(settings: Settings, watcher: _Watcher) -> int:
+    task = asyncio.current_task()
+    assert task is not None
+    # In its turn, and not in the middle of whatever runs, where a cancel may get lost.
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
     async with Client(
         settings.redis_url, namespace=settings.namespace, data_dir=settings.data_dir
     ) as client:
