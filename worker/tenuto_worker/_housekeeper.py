@@ -119,13 +119,19 @@ class Housekeeper:
 
     def reap(self) -> None:
         """Hand on running jobs whose lease has run out, if contact was long enough."""
+        asked = time.monotonic()
         running = self._client.zrange(self._keys.running(), 0, -1)
-        self._contact.answered(time.monotonic())
+        answered = time.monotonic()
+        if answered - asked > self._settings.renew_every:
+            # It stood still, so owners could not renew either.
+            self._contact.broke()
+        self._contact.answered(answered)
         if not running or not self._may_reap():
             return
         jobs = [job.decode() for job in _list(running)]
         for job, state in zip(jobs, self._scripts.run_all([*map(reap_call, jobs)]), strict=True):
-            if state != "alive":
+            # A completed one has only ended since it was listed.
+            if state not in ("alive", "completed", "gone"):
                 self._log.warning("job reaped", job=job, state=state)
 
     def _may_reap(self) -> bool:
