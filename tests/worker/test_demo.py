@@ -187,7 +187,7 @@ def killed(end: EndEvent = END, **changes: object) -> Heard:
 def exit_code(tmp_path: Path, outcome: Outcome) -> tuple[int, str]:
     out = io.StringIO()
     code = conclude(Screen(out), DemoHome(Settings.load(data_dir=tmp_path)), outcome)
-    return code, out.getvalue()
+    return code, " ".join(out.getvalue().split())
 
 
 def test_equal_streams_exit_0(tmp_path: Path) -> None:

@@ -157,8 +157,8 @@ def conclude(screen: Screen, home: DemoHome, outcome: Outcome) -> int:
     """Compare, say what came of it, and return the exit code."""
     screen.line()
     if found := problems(outcome.killed, outcome.whole, outcome.kill):
-        screen.line(f"  NOT identical: {found[0]}", Style.BAD)
-        screen.line(f"  Logs and checkpoints are kept in {shorten(home.folder)}")
+        screen.say(f"NOT identical: {found[0]}", Style.BAD)
+        screen.say(f"Logs and checkpoints are kept in {shorten(home.folder)}")
         return 1
     tokens, text = outcome.whole.tokens, outcome.whole.text
     logprobs = sum(1 + len(token.top_logprobs) for token in tokens)
