@@ -119,7 +119,9 @@ class Chaos:
         ]
 
     def _kill_child(self) -> None:
-        self._chance.choice(self._workers).kill_child()
+        # It may be dead already, and its supervisor about to start another one.
+        with suppress(ProcessLookupError):
+            self._chance.choice(self._workers).kill_child()
 
     def _kill_machine(self) -> None:
         self._replace(lambda worker: worker.kill())
@@ -130,8 +132,9 @@ class Chaos:
 
     def _sleep(self) -> None:
         worker = self._chance.choice(self._workers)
-        worker.stop()
-        self._asleep.add(worker)
+        with suppress(ProcessLookupError):
+            worker.stop()
+            self._asleep.add(worker)
 
     def _wake(self) -> None:
         for worker in self._asleep:
