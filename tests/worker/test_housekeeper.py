@@ -203,6 +203,13 @@ def test_gc_leaves_alone_what_it_cannot_read(jobs: JobQueue, worker: StepWorker)
     assert list(folder.glob("*.ckpt"))
 
 
+def test_a_checkpoint_folder_that_cannot_be_listed_only_delays_gc(
+    jobs: JobQueue, worker: StepWorker
+) -> None:
+    worker.settings.checkpoints_dir.write_text("a file where the folder should be")
+    worker.rooms.housekeeper.collect()
+
+
 # -- announcements ---------------------------------------------------------------------
 
 

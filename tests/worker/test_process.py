@@ -16,7 +16,7 @@ import pytest
 from job_queue import JobQueue
 from servers import RealServer
 from tenuto_client._records import EndEvent
-from tenuto_client._server import ensure_server, stop_server
+from tenuto_client._server import ensure_server, find_server, stop_server
 from workers import WorkerProcess, child_is_alive, poll_until
 
 OPTIONS: dict[str, Any] = {"max_tokens": 400, "temperature": 0.8, "seed": 11}
@@ -252,6 +252,7 @@ def test_the_embedded_server_is_started_again_when_it_is_killed(
             wait_tokens(queue, job, 40)
             os.kill(int((tmp_path / "redis" / "pid").read_text()), signal.SIGKILL)
             worker.wait_for("redis back")
+            poll_until(lambda: find_server(tmp_path), "the server to answer us too")
             assert wait_end(queue, job).exactness == "exact"
             assert len(queue.tokens(job)) == OPTIONS["max_tokens"]
     finally:

@@ -7,10 +7,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
-import redis
-
-from ._redis import Backoff, Outage, is_outage
+from ._errors import RedisAway
+from ._redis import Backoff, Outage
 from ._run import Run, Runs
 from ._scripts import Claim, JobScripts
 from ._settings import WorkerSettings
@@ -110,16 +110,10 @@ class Claimer:
         again = False
         while True:
             try:
-                claim = self._ask(model, nonce, again=again)
-            except (redis.RedisError, OSError) as error:
-                if not is_outage(error):
-                    raise
-                self._outage.began(error)
-            else:
-                self._outage.ended()
-                return claim
-            if self._stopping:
-                return None
+                return self._outage.attempt(partial(self._ask, model, nonce, again=again))
+            except RedisAway:
+                if self._stopping:
+                    return None
             again = True
             time.sleep(backoff.pause())
 

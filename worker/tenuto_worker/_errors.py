@@ -5,6 +5,7 @@ WorkerError
 │   ├── ConfigError        a flag, a setting, a model or a folder is wrong (exit code 2)
 │   └── RedisUnavailable   Redis cannot be reached or refuses us (exit code 3)
 ├── BadJob                 a job asks for what cannot be done; it ends `failed` with the message
+├── RedisAway              Redis cannot serve now; the same call may succeed later
 └── Interrupted            waiting for Redis was given up because the worker or the attempt ends
 """
 
@@ -50,6 +51,10 @@ class RedisUnavailable(StartError):
 
 class BadJob(WorkerError):
     """A job asks for what cannot be done. The message names the field."""
+
+
+class RedisAway(WorkerError):
+    """Redis cannot serve now; the same call may succeed later."""
 
 
 class Interrupted(WorkerError):

@@ -17,8 +17,9 @@ import redis
 
 from tenuto_client import Keys
 
+from ._errors import RedisAway
 from ._logging import get_log
-from ._redis import Outage, is_outage, uptime
+from ._redis import Outage, uptime
 from ._run import Run, Runs
 from ._scripts import JobScripts, reap_call
 from ._settings import WorkerSettings
@@ -102,18 +103,16 @@ class Housekeeper:
     def round(self) -> None:
         """Do what is due. An outage only delays it."""
         try:
-            self.reap()
-            for chore, due in self._due.items():
-                if time.monotonic() >= due:
-                    chore()
-                    self._due[chore] = time.monotonic() + self._every[chore]
-        except (redis.RedisError, OSError) as error:
-            if not is_outage(error):
-                raise
+            self._outage.attempt(self._do_what_is_due)
+        except RedisAway:
             self._contact.broke()
-            self._outage.began(error)
-        else:
-            self._outage.ended()
+
+    def _do_what_is_due(self) -> None:
+        self.reap()
+        for chore, due in self._due.items():
+            if time.monotonic() >= due:
+                chore()
+                self._due[chore] = time.monotonic() + self._every[chore]
 
     # -- jobs without a lease ----------------------------------------------------------
 
@@ -166,7 +165,14 @@ class Housekeeper:
 
     def collect(self) -> None:
         """Remove the checkpoints of jobs that are completed or gone."""
-        removed = collect(self._settings.checkpoints_dir, self._client, self._keys, self._runs.has)
+        from tenuto_engine import CheckpointError
+
+        root = self._settings.checkpoints_dir
+        try:
+            removed = collect(root, self._client, self._keys, self._runs.has)
+        except CheckpointError as error:
+            self._log.warning("checkpoints not collected", error=str(error))
+            return
         if removed:
             self._log.info("checkpoints removed", jobs=len(removed))
 

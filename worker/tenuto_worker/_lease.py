@@ -6,9 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
-import redis
-
-from ._redis import Outage, is_outage
+from ._errors import RedisAway
+from ._redis import Outage
 from ._run import Run, Runs, Stop
 from ._scripts import Call, JobScripts, Renewed, renew_call
 from ._settings import WorkerSettings
@@ -63,13 +62,11 @@ class LeaseKeeper:
         if not runs:
             return True
         try:
-            answers = self._scripts.run_all([self._call(run) for run in runs])
-        except (redis.RedisError, OSError) as error:
-            if not is_outage(error):
-                raise
-            self._outage.began(error)
+            answers = self._outage.attempt(
+                lambda: self._scripts.run_all([self._call(run) for run in runs])
+            )
+        except RedisAway:
             return False
-        self._outage.ended()
         for run, answer in zip(runs, answers, strict=True):
             self._take(run, answer)
         return True

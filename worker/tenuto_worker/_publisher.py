@@ -13,9 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import redis
-
-from ._redis import Backoff, Outage, is_outage
+from ._errors import RedisAway
+from ._redis import Backoff, Outage
 from ._run import End, EndKind, Phase, Run, Runs, Stop
 from ._scripts import (
     Call,
@@ -173,13 +172,11 @@ class Publisher:
 
     def _send(self, items: list[_Item]) -> bool:
         try:
-            answers = self._scripts.run_all([item.call for item in items])
-        except (redis.RedisError, OSError) as error:
-            if not is_outage(error):
-                raise
-            self._outage.began(error)
+            answers = self._outage.attempt(
+                lambda: self._scripts.run_all([item.call for item in items])
+            )
+        except RedisAway:
             return False
-        self._outage.ended()
         self._backoff.reset()
         for item, answer in zip(items, answers, strict=True):
             item.take(item.run, answer)

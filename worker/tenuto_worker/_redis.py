@@ -14,7 +14,7 @@ from redis.exceptions import AuthenticationError, ResponseError
 
 from tenuto_client import Keys
 
-from ._errors import Interrupted, RedisUnavailable
+from ._errors import Interrupted, RedisAway, RedisUnavailable
 from ._logging import get_log, redacted
 
 T = TypeVar("T")
@@ -126,8 +126,25 @@ class Outage:
         self._revived = 0.0
         self._log = get_log()
 
-    def began(self, error: BaseException) -> None:
-        """A call failed."""
+    def attempt(self, call: Callable[[], T]) -> T:
+        """What `call` returns. Any error but that Redis is away is passed on: it is a bug.
+
+        Raises:
+            RedisAway: the same call may succeed later.
+        """
+        started = time.monotonic()
+        try:
+            result = call()
+        except (redis.RedisError, OSError) as error:
+            if not is_outage(error):
+                raise
+            self._began(error)
+            raise RedisAway(str(error)) from error
+        if self._since is not None:
+            self._ended(started)
+        return result
+
+    def _began(self, error: BaseException) -> None:
         with self._lock:
             now = time.monotonic()
             if self._since is None:
@@ -140,12 +157,10 @@ class Outage:
         if due and self._revive is not None:
             self._try_revive(self._revive)
 
-    def ended(self) -> None:
-        """A call succeeded."""
-        if self._since is None:
-            return
+    def _ended(self, started: float) -> None:
         with self._lock:
-            if self._since is not None:
+            # A call that began before proves nothing: its answer may have been on its way.
+            if self._since is not None and started > self._since:
                 self._log.info("redis back", seconds=round(time.monotonic() - self._since, 1))
                 self._since = None
 
@@ -178,16 +193,10 @@ class Patience:
         while True:
             beat()
             try:
-                result = call()
-            except (redis.RedisError, OSError) as error:
-                if not is_outage(error):
-                    raise
-                self.outage.began(error)
-            else:
-                self.outage.ended()
-                return result
-            if until():
-                raise Interrupted("gave up waiting for Redis")
+                return self.outage.attempt(call)
+            except RedisAway:
+                if until():
+                    raise Interrupted("gave up waiting for Redis") from None
             time.sleep(backoff.pause())
 
 
