@@ -317,6 +317,31 @@ async def test_a_reader_survives_killed_servers_without_gap_or_duplicate(
     assert isinstance(got[-1], EndEvent)
 
 
+async def test_a_reader_does_not_repeat_events_after_a_cut_connection(server: RealServer) -> None:
+    with server.client() as raw:
+        worker = RawWorker(raw, "tenuto:")
+        worker.announce()
+        async with Client(server.url) as client:
+            job = await client.submit("m", "hi")
+            attempt = worker.claim()
+            got: list[Event] = []
+            reading = asyncio.create_task(drain(job.events(), got))
+            for _ in range(3):
+                await _until(lambda: len(got) == 2 and raw.info("clients")["blocked_clients"])
+                known = raw.info("stats")["total_connections_received"]
+                raw.execute_command("CLIENT", "KILL", "TYPE", "NORMAL", "SKIPME", "YES")
+                await _until(
+                    lambda known=known: raw.info("stats")["total_connections_received"] > known
+                )
+            attempt.finish()
+            await asyncio.wait_for(reading, 10)
+    assert [event.state for event in got if isinstance(event, StateEvent | EndEvent)] == [
+        JobState.QUEUED,
+        JobState.RUNNING,
+        JobState.COMPLETED,
+    ]
+
+
 async def test_a_reader_survives_connections_cut_at_random(server: RealServer) -> None:
     with server.client() as raw:
         worker = RawWorker(raw, "tenuto:")
