@@ -2,8 +2,8 @@
 
     python baseline.py MODEL_FOLDER
 
-One request a line on stdin, `{"prompt": [ids], "tokens": N}`; one line of answer on stdout, a
-`Timing` as JSON. The model is loaded once, before the first answer; while it waits it is idle.
+One request a line on stdin, `{"prompt": [ids], "tokens": N}`; one line of answer on stdout, a `Run`
+as JSON. The model is loaded once, before the first answer; while it waits it is idle.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bench.figures import Timing
+from bench.figures import Run
 
 # As the worker does, so that both run the same kernels.
 os.environ.setdefault("MLX_CUDA_USE_CUDNN_SDPA", "0")
@@ -33,15 +33,14 @@ def main() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         began = time.monotonic()
-        arrivals, ids, used = [], [], []
+        run = Run(asked=began, arrivals=[], ended=0.0, cpu=[], tokens=[])
         steps = generate_step(mx.array(asked["prompt"]), model, max_tokens=asked["tokens"])
         for token, _ in steps:
-            arrivals.append(time.monotonic())
-            ids.append(int(token))
-            if len(ids) in (1, asked["tokens"]):
-                used.append(time.process_time())
-        timing = Timing.of(began, arrivals, time.monotonic(), used[-1] - used[0], ids)
-        print(json.dumps(asdict(timing)), flush=True)
+            run.arrivals.append(time.monotonic())
+            run.tokens.append(int(token))
+            run.cpu.append(time.process_time())
+        run.ended = time.monotonic()
+        print(json.dumps(asdict(run)), flush=True)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import platform
 import random
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,43 +18,57 @@ MARK = "<!-- whole path: rows are written by `make bench ARGS=--write` -->"
 _KIND_COLUMNS = 3
 
 
+@dataclass(slots=True)
+class Run:
+    """One generation as its reader saw it; times are monotonic seconds.
+
+    Attributes:
+        asked, ended: when it was asked for, and when its end was known.
+        arrivals: when each token came.
+        cpu: processor time that the decoding process had used at each of them; empty where the
+            system does not tell.
+        tokens: their ids.
+    """
+
+    asked: float
+    arrivals: list[float]
+    ended: float
+    cpu: list[float]
+    tokens: list[int]
+
+
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One generation as its reader saw it.
+    """The speed of one generation.
 
     Attributes:
         decode: tokens a second from the first token to the last; the prompt is not in it.
         whole: tokens a second from asking to the end.
-        cpu: milliseconds of processor time a token of the process that decodes, first token to
-            last; None where the system does not tell.
-        tokens: what was generated.
+        cpu: milliseconds of processor time a token, from the first to the last; None if unknown.
     """
 
     decode: float
     whole: float
     cpu: float | None
-    tokens: tuple[int, ...]
 
     @classmethod
-    def of(
-        cls, asked: float, arrivals: list[float], ended: float, cpu: float | None, ids: list[int]
-    ) -> Timing:
-        """From monotonic times in seconds; `cpu` are seconds between first and last token."""
-        steps = len(arrivals) - 1
+    def of(cls, run: Run, clock: Callable[[float], float]) -> Timing:
+        """`clock` says how long the process had run at a time; it may be stopped now and then."""
+        steps = len(run.arrivals) - 1
         return cls(
-            decode=steps / (arrivals[-1] - arrivals[0]),
-            whole=len(arrivals) / (ended - asked),
-            cpu=None if cpu is None else 1000 * cpu / steps,
-            tokens=tuple(ids),
+            decode=steps / (clock(run.arrivals[-1]) - clock(run.arrivals[0])),
+            whole=len(run.arrivals) / (clock(run.ended) - clock(run.asked)),
+            cpu=1000 * (run.cpu[-1] - run.cpu[0]) / steps if run.cpu else None,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """One run of each side, one after the other."""
+    """One run of each side."""
 
     baseline: Timing
     tenuto: Timing
+    same_tokens: bool
 
     @property
     def decode(self) -> float:
@@ -102,7 +117,7 @@ def summary(
         "ratio_max": max(ratios),
         "whole_ratio": statistics.median(pair.whole for pair in pairs),
         "cpu_ratio": statistics.median(cpu) if cpu else None,
-        "same_tokens": all(pair.tenuto.tokens == pair.baseline.tokens for pair in pairs),
+        "same_tokens": all(pair.same_tokens for pair in pairs),
     }
 
 

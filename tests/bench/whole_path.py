@@ -3,9 +3,9 @@
     python tests/bench/whole_path.py [--pairs 5] [--tokens 300] [--model smollm2|tiny|FOLDER]
 
 Both sides are real processes that stay loaded: a `tenuto worker` with the embedded server, read
-through the client as any service does; and a process that runs `mlx_lm.generate_step`. They take
-turns, one always idle while the other runs, and every other pair begins with the other side. Both
-decode greedily the same number of tokens after the same prompt, and must give the same tokens.
+through the client as any service does; and a process that runs `mlx_lm.generate_step`. In a pair
+both decode greedily the same number of tokens after the same prompt, and take turns of a second,
+one always stopped while the other runs; only the time that a side runs counts.
 
 *decode* is from the first token to the last, as the reader sees them, so the prompt is left out on
 both sides. *whole* is from asking to the end. The ratio of a pair is Tenuto's figure by mlx-lm's;
@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from bench import figures  # noqa: E402
-from bench.figures import Pair, Timing  # noqa: E402
+from bench.figures import Pair, Run, Timing  # noqa: E402
+from bench.turns import Turns  # noqa: E402
 from tenuto_client import Client, EndEvent, Token  # noqa: E402
 from tenuto_client._server import stop_server  # noqa: E402
 from tiny_models import build_tiny_model  # noqa: E402
@@ -53,14 +55,18 @@ class Baseline:
             text=True,
         )
 
-    def run(self, prompt: Sequence[int], tokens: int) -> Timing:
+    @property
+    def pid(self) -> int:
+        """Of the process that decodes."""
+        return self._process.pid
+
+    def run(self, prompt: Sequence[int], tokens: int) -> Run:
         """One generation."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({"prompt": list(prompt), "tokens": tokens}) + "\n")
         self._process.stdin.flush()
-        answer = json.loads(self._process.stdout.readline())
-        return Timing(**{**answer, "tokens": tuple(answer["tokens"])})
+        return Run(**json.loads(self._process.stdout.readline()))
 
     def close(self) -> None:
         """End it."""
@@ -77,26 +83,28 @@ class Tenuto:
         self._worker = WorkerProcess(model, None, data_dir, name="bench", lease=10, flags=flags)
         self._worker.wait_ready(timeout=300)
 
-    async def run(self, prompt: Sequence[int], tokens: int) -> Timing:
+    @property
+    def pid(self) -> int:
+        """Of the process that decodes."""
+        return self._worker.child_pid
+
+    async def run(self, prompt: Sequence[int], tokens: int) -> Run:
         """One job, from submit to the last line of its stream."""
-        pid = self._worker.child_pid
+        run = Run(asked=0.0, arrivals=[], ended=0.0, cpu=[], tokens=[])
+        pid = self.pid
         async with Client(data_dir=self._data_dir) as client:
-            began = time.monotonic()
+            run.asked = time.monotonic()
             job = await client.submit("bench", list(prompt), max_tokens=tokens, ignore_eos=True)
-            arrivals: list[float] = []
-            ids: list[int] = []
-            used: list[float | None] = []
             async for event in job.events():
                 if isinstance(event, Token):
-                    arrivals.append(time.monotonic())
-                    ids.append(event.token)
-                    if event.index in (1, tokens):
-                        used.append(_cpu_seconds(pid))
+                    run.arrivals.append(time.monotonic())
+                    run.tokens.append(event.token)
+                    run.cpu += _cpu_seconds(pid)
                 elif isinstance(event, EndEvent):
                     assert event.exactness == "exact", event
-            ended = time.monotonic()
+            run.ended = time.monotonic()
             await job.delete()
-        return Timing.of(began, arrivals, ended, _difference(used), ids)
+        return run
 
     def close(self) -> None:
         """End worker and server."""
@@ -104,18 +112,13 @@ class Tenuto:
         stop_server(self._data_dir)
 
 
-def _cpu_seconds(pid: int) -> float | None:
-    """Processor time of a process so far; Linux only."""
+def _cpu_seconds(pid: int) -> list[float]:
+    """Processor time of a process so far; nothing where there is no /proc."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except FileNotFoundError:
-        return None
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _difference(used: list[float | None]) -> float | None:
-    first, last = used[0], used[-1]
-    return None if first is None or last is None else last - first
+        return []
+    return [(int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")]
 
 
 def measure(args: argparse.Namespace, model: Path, data_dir: Path) -> list[Pair]:
@@ -127,7 +130,7 @@ def measure(args: argparse.Namespace, model: Path, data_dir: Path) -> list[Pair]
         asyncio.run(tenuto.run(prompt, WARM_UP_TOKENS))
         pairs = []
         for number in range(args.pairs):
-            pairs.append(_pair(baseline, tenuto, prompt, args.tokens, swapped=number % 2 == 1))
+            pairs.append(asyncio.run(_pair(baseline, tenuto, prompt, args)))
             _say(args, number, pairs[-1])
         return pairs
     finally:
@@ -135,15 +138,20 @@ def measure(args: argparse.Namespace, model: Path, data_dir: Path) -> list[Pair]
         tenuto.close()
 
 
-def _pair(
-    baseline: Baseline, tenuto: Tenuto, prompt: list[int], tokens: int, *, swapped: bool
+async def _pair(
+    baseline: Baseline, tenuto: Tenuto, prompt: list[int], args: argparse.Namespace
 ) -> Pair:
-    ours = asyncio.run(tenuto.run(prompt, tokens)) if swapped else None
-    theirs = baseline.run(prompt, tokens)
-    pair = Pair(theirs, ours or asyncio.run(tenuto.run(prompt, tokens)))
-    if pair.tenuto.tokens != pair.baseline.tokens:
+    with Turns([baseline.pid, tenuto.pid], args.turn) as turns:
+        theirs, ours = await asyncio.gather(
+            asyncio.to_thread(baseline.run, prompt, args.tokens), tenuto.run(prompt, args.tokens)
+        )
+    if ours.tokens != theirs.tokens:
         print("note: the tokens differ; the prefill chunks do, too", file=sys.stderr)
-    return pair
+    return Pair(
+        Timing.of(theirs, partial(turns.clock, 0)),
+        Timing.of(ours, partial(turns.clock, 1)),
+        ours.tokens == theirs.tokens,
+    )
 
 
 def _prompt(model: Path) -> list[int]:
@@ -159,8 +167,6 @@ def _prompt(model: Path) -> list[int]:
 def _say(args: argparse.Namespace, number: int, pair: Pair) -> None:
     if args.json:
         sides = {"baseline": asdict(pair.baseline), "tenuto": asdict(pair.tenuto)}
-        for side in sides.values():
-            del side["tokens"]
         print(json.dumps({"type": "pair", "number": number + 1, **sides}), flush=True)
         return
     cpu = "" if pair.cpu is None else f"   cpu {pair.cpu:.3f}"
@@ -196,6 +202,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--checkpoint-seconds", type=float, default=2.0, metavar="S",
         help="checkpoints every 256 tokens or so many seconds (2)",
     )  # fmt: skip
+    parser.add_argument("--turn", type=float, default=1.0, metavar="S", help="seconds (1)")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--write", action="store_true", help="put the figures into BENCHMARKS.md")
     args = parser.parse_args(argv)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Final
@@ -12,6 +12,7 @@ from typing import Final
 from tenuto_client import Client, EndEvent, Event, Job, JobState, StateEvent, TenutoError, Token
 
 from ._demo_home import DemoHome
+from ._demo_reader import Reader
 from ._demo_screen import Paragraph, Screen, Style
 from ._demo_verdict import Heard, Kill
 from ._demo_worker import DemoWorker
@@ -47,43 +48,6 @@ class Outcome:
     killed: Heard
     whole: Heard
     kill: Kill
-
-
-class Reader:
-    """One subscription to one job's stream, from its first token to its end."""
-
-    def __init__(self, job: Job) -> None:
-        self.job = job
-        self.heard = Heard()
-        self._events = job.events()
-        self._next: asyncio.Task[Event] | None = None
-
-    @property
-    def index(self) -> int:
-        """Of the last token it has."""
-        return len(self.heard.tokens)
-
-    async def next(self, seconds: float) -> Event | None:
-        """What comes next, or None if nothing does for so long."""
-        if self._next is None:
-            self._next = asyncio.create_task(_next_of(self._events))
-        done, _ = await asyncio.wait({self._next}, timeout=seconds)
-        if not done:
-            return None
-        task, self._next = self._next, None
-        event = task.result()
-        if isinstance(event, Token):
-            self.heard.tokens.append(event)
-        elif isinstance(event, EndEvent):
-            self.heard.end = event
-        return event
-
-    async def close(self) -> None:
-        """End the subscription."""
-        if self._next is not None:
-            self._next.cancel()
-            await asyncio.wait({self._next})
-        await self._events.aclose()
 
 
 class Story:
@@ -313,8 +277,3 @@ class _Text:
             if self._resumed:
                 self._paragraph.mark(f"[{index}]")
         return self._paragraph
-
-
-async def _next_of(events: AsyncGenerator[Event, None]) -> Event:
-    """`anext` as a coroutine, which is what a task takes."""
-    return await anext(events)
