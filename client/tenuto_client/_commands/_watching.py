@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -53,19 +54,19 @@ async def _print_events(source: AsyncGenerator[Event, None], watcher: _Watcher) 
     raise AssertionError("a stream ends with an EndEvent")
 
 
-class _Watcher:
+class _Watcher(ABC):
     """What is printed; `index` is the last token that was."""
 
     def __init__(self, job_id: str, index: int) -> None:
         self.job_id = job_id
         self.index = index
 
-    def begin(self, record: JobRecord) -> None:
+    def begin(self, record: JobRecord) -> None:  # noqa: B027 - not all care
         """The job as it is at the start."""
 
+    @abstractmethod
     def show(self, event: Event) -> None:
         """Print an event."""
-        raise NotImplementedError
 
     def leave(self) -> None:
         """The user goes; the job goes on."""
