@@ -13,10 +13,14 @@ import struct
 from collections.abc import Callable
 from enum import IntEnum
 from functools import partial
+from typing import Final
 
 import mlx.core as mx
 
 from tenuto_engine._options import GenerationOptions
+
+# 1/temperature must stay finite, or every logprob becomes infinite and the draw noise.
+_STEEPEST: Final = 1e30
 
 Filter = Callable[[mx.array], mx.array]
 
@@ -40,6 +44,7 @@ class Sampler:
     def __init__(self, options: GenerationOptions, seed: int) -> None:
         self._seed = seed
         self._temperature = options.temperature
+        self._steepness = min(1 / options.temperature, _STEEPEST) if options.temperature else 0.0
         self._filters = _filters(options)
 
     def __call__(self, logprobs: mx.array, index: int) -> mx.array:
@@ -48,9 +53,9 @@ class Sampler:
             return mx.argmax(logprobs, axis=-1)
         for keep in self._filters:
             logprobs = keep(logprobs)
-        return mx.random.categorical(
-            logprobs * (1.0 / self._temperature), key=sampling_key(self._seed, index)
-        )
+        # In half precision a low temperature would overflow.
+        steep = logprobs.astype(mx.float32) * self._steepness
+        return mx.random.categorical(steep, key=sampling_key(self._seed, index))
 
 
 def _filters(options: GenerationOptions) -> list[Filter]:
@@ -71,6 +76,8 @@ def keep_top_p(logprobs: mx.array, *, top_p: float) -> mx.array:
     above = mx.cumsum(probs, axis=-1, reverse=True, inclusive=False)
     total = above[..., :1] + probs[..., :1]
     dropped = mx.sum(above >= top_p * total, axis=-1, keepdims=True)
+    # The likeliest is never dropped, also when `top_p` is 0 in single precision.
+    dropped = mx.minimum(dropped, logprobs.shape[-1] - 1)
     least = mx.take_along_axis(ascending, dropped, axis=-1)
     return _drop(logprobs, logprobs < least)
 

@@ -52,6 +52,28 @@ def test_a_top_k_beyond_the_vocabulary_keeps_all() -> None:
     assert mx.array_equal(keep_top_k(rows()[0], top_k=VOCABULARY), rows()[0])
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16, mx.float16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        GenerationOptions(temperature=1e-5),
+        GenerationOptions(temperature=1e-40),
+        GenerationOptions(temperature=1e-310),
+        GenerationOptions(temperature=1.0, top_p=1e-6),
+        GenerationOptions(temperature=1.0, top_p=1e-50),
+    ],
+    ids=["cold", "colder", "coldest", "top_p", "tiny_top_p"],
+)
+def test_a_temperature_or_top_p_next_to_nothing_takes_the_likeliest(
+    options: GenerationOptions, dtype: mx.Dtype
+) -> None:
+    sampler = Sampler(options, seed=1)
+    for index, row in enumerate(rows(dtype), 1):
+        # In half precision several may be the likeliest.
+        token = cast(int, sampler(row, index).item())
+        assert row[0, token].item() == mx.max(row).item()
+
+
 def test_a_draw_is_mlx_lms_filters_in_its_order_and_a_key() -> None:
     options = GenerationOptions(temperature=0.7, top_p=0.9, min_p=0.02, top_k=30, seed=1)
     draw = Sampler(options, 99)
