@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final, Self
 
 from ._errors import InvalidRequest
+from ._redis import check_url
 from .keys import DEFAULT_NAMESPACE
 
 REDIS_URL: Final = "TENUTO_REDIS_URL"
@@ -45,7 +46,8 @@ class Settings:
         """What was given, else what the environment says, else the defaults.
 
         Raises:
-            InvalidRequest: the namespace is not a prefix that a key may have.
+            InvalidRequest: the namespace is not a prefix that a key may have, or the URL none
+                of Redis.
         """
         env = os.environ if environ is None else environ
         url = redis_url or env.get(REDIS_URL) or None
@@ -55,6 +57,8 @@ class Settings:
             raise InvalidRequest(
                 "namespace", f"{prefix!r} is not a key prefix", hint="such as tenuto: or team-a:"
             )
+        if url is not None:
+            check_url(url)
         return cls(url, prefix.rstrip(":") + ":", Path(folder).expanduser().absolute())
 
 

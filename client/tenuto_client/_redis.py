@@ -81,7 +81,7 @@ class Connection:
         self._client: Any = None
         self._reached = False
         if url is not None:
-            _check_url(url)
+            check_url(url)
 
     async def once(self, *command: Any) -> Any:
         """Run a command, one try.
@@ -196,14 +196,33 @@ def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def _check_url(url: str) -> None:
+def check_url(url: str) -> None:
+    """Refuse what redis-py could not connect by.
+
+    Raises:
+        InvalidRequest: it says nothing of the URL but its scheme, since any part of a malformed
+            one may be the password, and redis-py's own message may name it.
+    """
+    scheme = url.partition("://")[0] if "://" in url else "none"
     try:
-        redis.ConnectionPool.from_url(url)
-    except (ValueError, TypeError) as error:
-        # The URL itself is not repeated: it may hold a password.
+        if _splits_a_password(url):
+            raise ValueError
+        # An unknown option is noticed by the connection only.
+        redis.ConnectionPool.from_url(url).make_connection()
+    except (ValueError, TypeError):
         raise InvalidRequest(
-            "redis", f"not a Redis URL: {error}", hint="redis://host:6379 or unix:///path"
+            "redis",
+            f"not a Redis URL that can be used (its scheme is {scheme})",
+            hint="redis://user:password@host:6379/0 or unix:///path, options as redis-py knows "
+            "them; in a password write / as %2F, # as %23, ? as %3F",
         ) from None
+
+
+def _splits_a_password(url: str) -> bool:
+    """Whether a sign in the password made the rest of it path, query or fragment."""
+    parts = urlsplit(url)
+    query = "" if "=" in parts.query else parts.query
+    return parts.scheme != "unix" and "@" in parts.path + query + parts.fragment
 
 
 def _make_client(url: str) -> Any:

@@ -22,7 +22,7 @@ import msgpack
 
 from . import _checks as check
 from ._errors import InvalidRequest, ProtocolError
-from .keys import DEFAULT_TENANT
+from .keys import DEFAULT_TENANT, MODEL_NAME, MODEL_NAME_HINT
 
 SPEC_VERSION: Final = 1
 MAX_PROMPT_BYTES: Final = 16 * 1024 * 1024
@@ -32,7 +32,6 @@ DAY_S: Final = 24 * 3600.0
 FOREVER: Final = "forever"
 _MAX_SECONDS: Final = 100 * 365 * DAY_S
 _ROLES: Final = ("system", "user", "assistant", "tool")
-_MODEL: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
 _TENANT: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -291,12 +290,8 @@ def _guess(name: str) -> str | None:
 
 
 def _model(value: object) -> str:
-    if not isinstance(value, str) or not _MODEL.fullmatch(value):
-        raise InvalidRequest(
-            "model",
-            f"{value!r} is not a model's name",
-            hint="1 to 128 letters, digits and . _ / -, beginning with a letter or digit",
-        )
+    if not isinstance(value, str) or not MODEL_NAME.fullmatch(value):
+        raise InvalidRequest("model", f"{value!r} is not a model's name", hint=MODEL_NAME_HINT)
     return value
 
 

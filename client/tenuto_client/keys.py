@@ -10,10 +10,14 @@ arq's own keys (`arq:job:<ticket>`) are the one exception to the prefix: arq fix
 
 from __future__ import annotations
 
+import re
+from typing import Final
 from urllib.parse import quote
 
 DEFAULT_NAMESPACE = "tenuto:"
 DEFAULT_TENANT = "default"
+MODEL_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,127}")
+MODEL_NAME_HINT: Final = "1 to 128 letters, digits and . _ / -, beginning with a letter or digit"
 
 _TEMPLATES: dict[str, tuple[str, ...]] = {
     # name: literal and argument parts in turn, "literal", "arg", "literal", ...

@@ -45,7 +45,22 @@ def test_a_namespace_that_is_no_key_prefix_is_refused(namespace: str) -> None:
         Settings.load(namespace=namespace, environ={})
 
 
-@pytest.mark.parametrize("url", ["http://x", "localhost", "redis://[::1", "redis://x:port"])
+@pytest.mark.parametrize(
+    "url",
+    ["http://x", "localhost", "redis://[::1", "redis://x:port", "redis://x?no_such_option=1"],
+)
 async def test_what_is_no_redis_url_is_refused(url: str) -> None:
     with pytest.raises(InvalidRequest, match="redis"):
         Client(url)
+    with pytest.raises(InvalidRequest, match="redis"):
+        Settings.load(environ={"TENUTO_REDIS_URL": url})
+
+
+@pytest.mark.parametrize("sign", ["/", "#", "?"])
+@pytest.mark.parametrize("before", ["sesame", "12"])
+def test_a_password_with_a_sign_that_splits_the_url_is_refused_and_not_shown(
+    before: str, sign: str
+) -> None:
+    with pytest.raises(InvalidRequest, match="%2F") as refused:
+        Settings.load(redis_url=f"redis://:{before}{sign}sesame@h:6379", environ={})
+    assert "sesame" not in str(refused.value)

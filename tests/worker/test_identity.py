@@ -46,6 +46,16 @@ def test_another_data_dir_is_another_reach(tmp_path: Path) -> None:
     os.close(second.lock)
 
 
+def test_a_data_dir_that_is_made_is_for_its_owner_only(tmp_path: Path) -> None:
+    identity = take_identity(tmp_path / "data")
+    os.close(identity.lock)
+    folders = [
+        tmp_path / "data",
+        *(each for each in (tmp_path / "data").iterdir() if each.is_dir()),
+    ]
+    assert [each.stat().st_mode & 0o077 for each in folders] == [0] * len(folders)
+
+
 def test_a_data_dir_that_is_a_file_is_refused_by_its_path(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("")

@@ -348,6 +348,12 @@ def test_a_data_dir_that_cannot_be_made_ends_the_worker_with_2_and_names_it(
         ((), "--model"),
         (("--model", "nonsense"), "'nonsense'"),
         (("--model", "m=x", "--slots", "0"), "--slots"),
+        (("--model", "my model=x"), "'my model'"),
+        (("--model", "m=x", "--lease-seconds", "inf"), "--lease-seconds"),
+        (("--model", "m=x", "--grace-seconds", "inf"), "--grace-seconds"),
+        (("--model", "m=x", "--checkpoint-seconds", "nan"), "--checkpoint-seconds"),
+        (("--model", "m=x", "--exact-wait", "-1"), "--exact-wait"),
+        (("--model", "m=x", "--redis", "redis://:12/sesame@h"), "redis: not a Redis URL"),
         (("--model", "m=x", "--model", "m=y"), "'m' is given twice"),
     ],
 )
@@ -357,4 +363,5 @@ def test_a_bad_flag_ends_the_worker_with_2_before_anything_is_made(
     said = _fails(tmp_path, *flags, "--data-dir", str(tmp_path / "d"), code=2)
 
     assert named in said
+    assert "sesame" not in said
     assert not (tmp_path / "d").exists()

@@ -12,6 +12,7 @@ import redis.asyncio
 
 from job_queue import MODEL, JobQueue
 from servers import RealServer
+from tenuto_worker._redis import connect
 from tenuto_worker._tickets import Tickets
 from workers import poll_until
 
@@ -89,6 +90,7 @@ async def test_a_reader_survives_a_server_that_is_gone_for_a_while(server: RealS
     ("url", "connection"),
     [
         ("redis://host:1/2", redis.asyncio.Connection),
+        ("redis://host:1/2?decode_responses=true", redis.asyncio.Connection),
         ("rediss://user:p%40ss@host:1/2", redis.asyncio.SSLConnection),
         ("unix:///a/socket?db=2", redis.asyncio.UnixDomainSocketConnection),
     ],
@@ -101,5 +103,7 @@ async def test_every_kind_of_url_is_read_as_the_client_reads_it(
 
     assert pool.connection_class is connection
     assert pool.connection_kwargs["db"] == 2
+    for each in (pool, connect(url).connection_pool):
+        assert each.connection_kwargs.get("decode_responses") is False
     if "@" in url:
         assert pool.connection_kwargs["password"] == "p@ss"  # noqa: S105

@@ -46,8 +46,10 @@ def take_identity(data_dir: Path) -> Identity:
         ConfigError: the data dir cannot be made or written.
     """
     try:
+        # By itself, because what `parents` creates gets no mode.
+        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = data_dir / "workers"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
         (data_dir / "checkpoints").mkdir(mode=0o700, exist_ok=True)
         _check_writable(data_dir / "checkpoints")
         reach = _data_dir_id(data_dir)

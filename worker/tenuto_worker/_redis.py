@@ -48,7 +48,14 @@ def is_outage(error: BaseException) -> bool:
 
 def connect(url: str, *, timeout: float = 5.0) -> redis.Redis:
     """A blocking client of its own connection; it connects at its first call."""
-    return redis.Redis.from_url(url, socket_timeout=timeout, socket_connect_timeout=timeout)
+    client = redis.Redis.from_url(url, socket_timeout=timeout, socket_connect_timeout=timeout)
+    as_bytes(client.connection_pool)
+    return client
+
+
+def as_bytes(pool: Any) -> None:
+    """What we read is bytes, whatever the URL's options say, which win over arguments."""
+    pool.connection_kwargs["decode_responses"] = False
 
 
 def reach(client: redis.Redis, url: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -81,7 +82,9 @@ class WorkerSettings:
             raise ConfigError("--model", "no model is given", hint="--model NAME=PATH_OR_REPO")
         _at_least("--slots", self.slots, 1)
         _at_least("--checkpoint-every", self.checkpoint_every_tokens, 1)
+        _at_least("--checkpoint-seconds", self.checkpoint_every_seconds, 0.0)
         _at_least("--lease-seconds", self.lease_seconds, 0.5)
+        _at_least("--exact-wait", self.exact_wait_seconds, 0.0)
         _at_least("--grace-seconds", self.grace_seconds, 0.0)
         _at_least("--max-unsent-tokens", self.max_unsent_tokens, self.publish_tokens)
         if self.chunk_size is not None:
@@ -120,3 +123,5 @@ class WorkerSettings:
 def _at_least(flag: str, value: float, low: float) -> None:
     if not value >= low:
         raise ConfigError(flag, f"must be at least {low:g}, is {value:g}")
+    if math.isinf(value):
+        raise ConfigError(flag, "must be finite")

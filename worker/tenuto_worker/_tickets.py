@@ -21,7 +21,7 @@ from redis.backoff import ExponentialBackoff
 from tenuto_client import Keys
 
 from ._logging import get_log
-from ._redis import Backoff, is_outage
+from ._redis import Backoff, as_bytes, is_outage
 
 TICKET_FUNCTION: Final = "run_ticket"
 _POLL_S = 0.5
@@ -107,6 +107,7 @@ class Tickets:
             retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), 5),
             retry_on_error=[redis.ConnectionError, redis.TimeoutError],
         )
+        as_bytes(pool)
 
         async def run_ticket(_context: dict[Any, Any]) -> None:
             self._poke()

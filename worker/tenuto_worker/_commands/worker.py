@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tenuto_client import Settings
+from tenuto_client.keys import MODEL_NAME, MODEL_NAME_HINT
 from tenuto_worker._errors import ConfigError, StartError
 from tenuto_worker._settings import WorkerSettings
 
@@ -175,6 +176,8 @@ def models(given: list[str]) -> dict[str, str]:
         name, _, path = text.partition("=")
         if not name or not path:
             raise ConfigError("--model", f"{text!r} is not NAME=PATH_OR_REPO")
+        if not MODEL_NAME.fullmatch(name):
+            raise ConfigError("--model", f"{name!r} is not a model's name", hint=MODEL_NAME_HINT)
         if name in found:
             raise ConfigError("--model", f"{name!r} is given twice")
         # Not every shell expands it after an equals sign.
