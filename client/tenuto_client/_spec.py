@@ -200,7 +200,7 @@ def unpack_spec(packed: bytes) -> JobSpec:
     """The inverse of `pack_spec`.
 
     Raises:
-        ProtocolError: it was written by a version that this one cannot read.
+        ProtocolError: it is damaged, or of a version that this one cannot read.
     """
     try:
         body = msgpack.unpackb(packed, use_list=False)
@@ -212,15 +212,18 @@ def unpack_spec(packed: bytes) -> JobSpec:
             f"a job's spec has version {version!r}, this reads {SPEC_VERSION}",
             hint="upgrade tenuto-client here",
         )
-    unknown = body.keys() - {each.name for each in fields(JobSpec)}
+    unknown = {str(key) for key in body} - {each.name for each in fields(JobSpec)}
     if unknown:
         raise ProtocolError(
             f"a job's spec has unknown fields: {', '.join(sorted(unknown))}",
             hint="upgrade tenuto-client here",
         )
-    body["logit_bias"] = dict(body.get("logit_bias", ()))
-    body["metadata"] = json.loads(body.get("metadata", "{}"))
-    return JobSpec(**body)
+    try:
+        body["logit_bias"] = dict(body.get("logit_bias", ()))
+        body["metadata"] = json.loads(body.get("metadata", "{}"))
+        return JobSpec(**body)
+    except (TypeError, ValueError) as error:
+        raise ProtocolError(f"a job's spec is damaged: {error}") from error
 
 
 _TWO_MILLION: Final = 2_000_000

@@ -11,8 +11,8 @@ An entry has one field. `t` holds tokens, under the id `<last index>-0`; `e` hol
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 import msgpack
 
@@ -22,6 +22,8 @@ from ._records import EndEvent, JobState, StateEvent, Token, Usage
 VERSION: Final = 1
 TOKENS_FIELD: Final = b"t"
 EVENT_FIELD: Final = b"e"
+
+_T = TypeVar("_T")
 
 Entry = list[Token] | StateEvent | EndEvent
 
@@ -42,8 +44,15 @@ def pack_tokens(tokens: Sequence[Token]) -> bytes:
 
 
 def unpack_tokens(payload: bytes) -> list[Token]:
-    """The inverse of `pack_tokens`."""
-    body = _unpack(payload)
+    """The inverse of `pack_tokens`.
+
+    Raises:
+        ProtocolError: it is damaged, or of a version that this one cannot read.
+    """
+    return _read(_tokens, _unpack(payload))
+
+
+def _tokens(body: Mapping[str, Any]) -> list[Token]:
     tops = body.get("k") or [()] * len(body["i"])
     return [
         Token(
@@ -63,12 +72,13 @@ def unpack_entry(entry_id: str, fields: Mapping[bytes, bytes]) -> Entry:
     """One stream entry as the tokens or the event that it holds.
 
     Raises:
-        ProtocolError: the entry was written by a version that this one cannot read.
+        ProtocolError: the entry is damaged, or of a version that this one cannot read.
     """
     if (payload := fields.get(TOKENS_FIELD)) is not None:
         return unpack_tokens(payload)
     if (payload := fields.get(EVENT_FIELD)) is not None:
-        return _event(index_of(entry_id), _unpack(payload))
+        index = index_of(entry_id)
+        return _read(lambda body: _event(index, body), _unpack(payload))
     raise ProtocolError(f"stream entry {entry_id} has neither tokens nor an event")
 
 
@@ -98,6 +108,13 @@ def _event(index: int, body: Mapping[str, Any]) -> StateEvent | EndEvent:
         exactness_reason=body.get("exactness_reason"),
         error=body.get("error"),
     )
+
+
+def _read(read: Callable[[Mapping[str, Any]], _T], body: Mapping[str, Any]) -> _T:
+    try:
+        return read(body)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ProtocolError(f"a stream entry is damaged: {error!r}") from error
 
 
 def _unpack(payload: bytes) -> dict[str, Any]:

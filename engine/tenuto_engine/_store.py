@@ -390,13 +390,13 @@ def _stat(path: Path, name: _Name) -> StoredCheckpoint:
                 nbytes=file.size,
                 cache_length=len(header["cache_tokens"]),
                 generated_tokens=len(header["generated"]),
-                prompt_tokens=header["original_prompt_tokens"],
-                created_at=header["created_at"],
-                meta=header["meta"],
+                prompt_tokens=int(header["original_prompt_tokens"]),
+                created_at=float(header["created_at"]),
+                meta=dict(header["meta"]),
             )
     except CheckpointCorrupt as error:
         reason = error.reason
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         reason = f"the header is incomplete: {error!r}"
     nbytes = path.stat().st_size if path.exists() else 0
     return replace(bare, nbytes=nbytes, damage=reason)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from datetime import timedelta
 from typing import Any
 
+import msgpack
 import pytest
 
 from tenuto_client import InvalidRequest, JobSpec, ProtocolError, pack_spec, unpack_spec
@@ -255,3 +257,14 @@ def test_a_seed_that_was_given_is_kept() -> None:
 def test_a_spec_of_another_version_is_a_protocol_error(packed: bytes, says: str) -> None:
     with pytest.raises(ProtocolError, match=says):
         unpack_spec(packed)
+
+
+def test_damaged_bytes_of_a_spec_are_a_protocol_error_and_nothing_else() -> None:
+    packed = pack_spec(JobSpec("m", "hi", stop=("x",), logit_bias={3: 1.0}, metadata={"a": 1}))
+    for place in range(len(packed)):
+        for damaged in (packed[:place], packed[:place] + b"\xff" + packed[place + 1 :]):
+            with contextlib.suppress(ProtocolError):
+                unpack_spec(damaged)
+    for body in ({"v": 1}, {"v": 1, "model": "m", "prompt": "hi", "metadata": "{"}, {"v": 1, 2: 3}):
+        with pytest.raises(ProtocolError):
+            unpack_spec(msgpack.packb(body))

@@ -23,13 +23,14 @@ from checkpoint_samples import (
     image,
     sample_checkpoint,
 )
-from tenuto_engine._checkpoint import Checkpoint
+from tenuto_engine._checkpoint import Checkpoint, to_header
 from tenuto_engine._errors import (
     CheckpointCorrupt,
     CheckpointError,
     CheckpointWriteError,
     InvalidOption,
 )
+from tenuto_engine._format import write_file
 from tenuto_engine._store import CheckpointStore, job_folder, list_jobs, verify
 
 
@@ -198,6 +199,19 @@ def test_jobs_are_listed_by_headers_and_foreign_folders_are_left_out(tmp_path: P
     assert [job.checkpoints[0].generated_tokens for job in jobs] == [2, 4]
     assert jobs[0].nbytes == sum(path.stat().st_size for path in jobs[0].folder.iterdir())
     assert list_jobs(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize("meta", [["a", "list"], 3, None])
+def test_a_file_whose_meta_is_no_map_is_listed_as_damaged(folder: Path, meta: object) -> None:
+    store = CheckpointStore(folder)
+    header, arrays = to_header(sample_checkpoint(4))
+    path = store.save(sample_checkpoint(4))
+    parts: list[bytes | memoryview] = []
+    write_file(header | {"created_at": 0.0, "meta": meta}, arrays, parts.append)
+    path.write_bytes(b"".join(parts))
+    (stored,) = store.candidates()
+    assert stored.meta is None
+    assert stored.damage is not None
 
 
 def test_verify_says_what_is_wrong(folder: Path) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 
 from job_queue import JobQueue, story
@@ -336,6 +338,35 @@ def test_another_geometry_is_named_and_what_was_published_stands(
     end = end_of(jobs, job)
     assert end.exactness == "recomputed"
     assert "chunk_size: 16 here, 32 there" in (end.exactness_reason or "")
+
+
+def test_a_geometry_of_a_version_with_other_fields_costs_no_job(
+    jobs: JobQueue, start: Start
+) -> None:
+    """What a worker of an earlier version left, its checkpoint included, is replayed."""
+    job = jobs.submit(max_tokens=30)
+    first = start()
+    expected = alone(first, max_tokens=30)
+    first.claim()
+    first.decode(9)
+    first.publish()
+    first.save()
+    run = first.run
+    store = first.rooms.preparer._checkpoints.store(run, first.engine.geometry)
+    earlier = {"fingerprint": "earlier", "geometry": {"device_kind": "cpu"}}
+    found = store.newest_valid()
+    assert found is not None
+    store.save(replace(found, meta={**found.meta, **earlier}))
+    left: Any = {"fingerprint": "earlier", "geometry": msgpack.packb(earlier["geometry"])}
+    jobs.client.hset(jobs.keys.job(job), mapping=left)
+    jobs.scripts.take_back(job, "host-dir-0")
+    heir = start(name="host-dir-1", exact_wait_seconds=0.0)
+    heir.claim()
+    heir.finish()
+
+    assert jobs.tokens(job) == expected
+    assert end_of(jobs, job).exactness == "recomputed"
+    assert "another version" in (end_of(jobs, job).exactness_reason or "")
 
 
 def test_a_job_without_tokens_stays_exact_in_another_geometry(jobs: JobQueue, start: Start) -> None:

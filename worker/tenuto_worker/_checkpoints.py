@@ -115,7 +115,10 @@ class Checkpoints:
             return ""
         if run.exactness == "exact":
             return "of another geometry"
-        other = type(geometry).from_dict(meta["geometry"])
+        try:
+            other = type(geometry).from_dict(meta["geometry"])
+        except (KeyError, TypeError):
+            return "its geometry was described by another version"
         return "" if geometry.compatible_kv(other) else "its KV is of another model or scheme"
 
 
