@@ -338,7 +338,7 @@ def judge_geometry(run: Run, geometry: Geometry) -> None:
         return
     try:
         other = type(geometry).from_dict(msgpack.unpackb(claim.geometry or b"\x80"))
-    except KeyError:
+    except (KeyError, TypeError):
         run.relabel("geometry changed: it was described by another version")
     else:
         run.relabel(f"geometry changed: {', '.join(geometry.differences(other))}")
