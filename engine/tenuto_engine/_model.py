@@ -140,17 +140,28 @@ def _load_weights(folder: Path) -> tuple[Any, dict[str, Any]]:
 def _load_tokenizer(folder: Path, config: Mapping[str, Any]) -> TokenizerWrapper:
     try:
         load_any = cast(Callable[..., TokenizerWrapper], load_tokenizer)
-        return load_any(folder, eos_token_ids=config.get("eos_token_id"))
+        tokenizer = load_any(folder, eos_token_ids=config.get("eos_token_id"))
     except Exception as error:
         raise ModelLoadError(
             f"{folder}: the tokenizer cannot be loaded: {_reason(error)}",
             hint="tokenizer.json and tokenizer_config.json must be in the folder",
         ) from error
+    _silence_length_warning(tokenizer)
+    return tokenizer
+
+
+def _silence_length_warning(tokenizer: TokenizerWrapper) -> None:
+    """Who uses a library wants no line on stderr; a prompt too long is an error of ours."""
+    # transformers says it once a tokenizer, and notes here that it has.
+    said = getattr(tokenizer, "deprecation_warnings", None)
+    if isinstance(said, dict):
+        said["sequence-length-is-longer-than-the-specified-maximum"] = True
 
 
 def _reason(error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    # The hub's client puts it before the error that it met.
+    return lines[0].removeprefix("Got: ") if lines else type(error).__name__
 
 
 def _hint(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +96,19 @@ def test_what_does_not_fit_the_context_names_all_three_numbers(llama: Engine) ->
     with pytest.raises(PromptTooLong, match=r"\b10 prompt tokens.*max_tokens=4087.*\b4096\b"):
         llama.add([5] * 10, GenerationOptions(max_tokens=4087))
     llama.add([5] * 10, GenerationOptions(max_tokens=4086))
+
+
+def test_a_prompt_longer_than_the_model_makes_no_library_print(tmp_path: Path) -> None:
+    engine = Engine.load(build_tiny_model(tmp_path / "short", context_length=16))
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("transformers")
+    logger.addHandler(handler)
+    try:
+        assert len(engine.encode_prompt("hello " * 40)) > 16
+        assert len(engine.encode_prompt("hello " * 40, raw=True)) > 16
+    finally:
+        logger.removeHandler(handler)
+
+    assert heard == []

@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import json
 import logging
+import warnings
 from collections.abc import Iterator
 
 import pytest
 import structlog
 
-from tenuto_worker._logging import get_log, redacted, set_up_logging
+from tenuto_worker._logging import get_log, redacted, set_up_logging, take_over_loggers
 
 
 @pytest.fixture
@@ -21,6 +22,7 @@ def lines() -> Iterator[io.StringIO]:
     set_up_logging("json", "host-dir-0", stream)
     yield stream
     root.handlers[:], root.level = handlers, level
+    logging.captureWarnings(False)
     structlog.reset_defaults()
 
 
@@ -46,6 +48,32 @@ def test_other_libraries_are_heard_from_warning_on(lines: io.StringIO) -> None:
     (line,) = _parsed(lines)
     assert line["event"] == "something is wrong with y"
     assert line["worker"] == "host-dir-0"
+
+
+def test_a_library_with_a_handler_of_its_own_speaks_json_too(lines: io.StringIO) -> None:
+    other = logging.getLogger("a_library_that_prints")
+    own = io.StringIO()
+    other.addHandler(logging.StreamHandler(own))
+    other.propagate = False
+    take_over_loggers()
+    other.warning("this is long")
+
+    (line,) = _parsed(lines)
+    assert line["event"] == "this is long"
+    assert own.getvalue() == ""
+
+
+def test_a_python_warning_is_a_line_as_well(lines: io.StringIO) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        # What `catch_warnings` put in its place, put back as the worker has it.
+        logging.captureWarnings(False)
+        logging.captureWarnings(True)
+        warnings.warn("old hat", DeprecationWarning, stacklevel=1)
+
+    (line,) = _parsed(lines)
+    assert "old hat" in str(line["event"])
+    assert line["level"] == "warning"
 
 
 def test_a_traceback_stays_on_its_line_and_shows_no_local_variables(lines: io.StringIO) -> None:

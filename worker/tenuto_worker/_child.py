@@ -15,13 +15,14 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, NoReturn, Self
 
 from tenuto_client import Keys
 
 from ._errors import EXIT_BROKEN, StartError
 from ._identity import Identity
-from ._logging import get_log, redacted, set_up_logging
+from ._logging import get_log, redacted, set_up_logging, take_over_loggers
 from ._redis import Outage, Patience, connect, reach, reviver, weaknesses
 from ._settings import WorkerSettings
 from ._take_back import take_back
@@ -99,6 +100,9 @@ class Child:
         # Not before: it takes seconds, in which signals are to be heard.
         from ._rooms import Rooms
 
+        # The rest of what is heavy, which is imported when it is first used.
+        import_module("tenuto_engine._engine")
+        take_over_loggers()
         return Rooms(self._settings, self._identity, self._outage, self._patience)
 
     def _greet_redis(self) -> None:

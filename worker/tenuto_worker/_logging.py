@@ -50,6 +50,16 @@ def set_up_logging(log_format: str, worker: str, stream: TextIO | None = None) -
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+
+
+def take_over_loggers() -> None:
+    """Make libraries that brought handlers of their own (transformers, the hub's client) speak
+    through ours, or their lines would be no JSON. Call it once they are imported."""
+    for logger in list(logging.root.manager.loggerDict.values()):
+        if isinstance(logger, logging.Logger) and logger.handlers:
+            logger.handlers.clear()
+            logger.propagate = True
 
 
 def redacted(url: str) -> str:
