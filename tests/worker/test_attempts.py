@@ -274,6 +274,7 @@ def test_a_deadline_ends_a_running_job_failed(jobs: JobQueue, start: Start) -> N
     ("options", "reason"),
     [
         ({"max_tokens": 4096}, "max_tokens: 4096 do not fit"),
+        ({"prompt": (5,) * 4096}, "prompt: its 4096 tokens leave no room"),
         ({"prompt": (5, 10**6)}, "prompt[1]: token id 1000000"),
         ({"logit_bias": {10**6: 1.0}}, "logit_bias: token 1000000"),
         ({"spec": b"\x81\xa1v\x63"}, "spec has version 99"),

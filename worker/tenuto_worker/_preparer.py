@@ -323,11 +323,17 @@ def check_length(prompt: int, max_tokens: int, context: int | None) -> None:
         BadJob: it says by how much.
     """
     if context is not None and prompt + max_tokens > context:
-        left = max(0, context - prompt)
+        left = context - prompt
+        if left < 1:
+            raise BadJob(
+                f"prompt: its {prompt} tokens leave no room for an answer: the model's context "
+                f"has {context}",
+                hint="shorten the prompt",
+            )
         raise BadJob(
             f"max_tokens: {max_tokens} do not fit: the prompt has {prompt} tokens, the model's "
             f"context {context}",
-            hint=f"at most {left} can follow this prompt" if left else "shorten the prompt",
+            hint=f"at most {left} can follow this prompt",
         )
 
 
