@@ -19,7 +19,7 @@ from tenuto_client import (
     unpack_entry,
 )
 from tenuto_client._records import EndEvent, StateEvent
-from tenuto_worker._scripts import Claim, JobScripts
+from tenuto_worker._scripts import Claim, JobScripts, Left, claim_call
 
 MODEL = "tiny"
 HOLDER = "host-dir-0"
@@ -84,15 +84,15 @@ class JobQueue:
 
     def claim(self, **terms: Any) -> Claim | None:
         """Claim the best job."""
-        defaults: dict[str, Any] = {
-            "holder": HOLDER,
-            "nonce": secrets.token_hex(4),
-            "fingerprint": "f",
-            "reach": "dir",
-            "lease_ms": 60_000,
-            "exact_wait_s": 30.0,
-        }
-        return self.scripts.claim(self.model, **(defaults | terms))
+        return self.scripts.claim(self.model, **(_terms() | terms))
+
+    def leave(self, **terms: Any) -> list[Left]:
+        """Claim where there is nothing to claim: the jobs that are left to others."""
+        asked: dict[str, Any] = {"model": self.model, "again": False} | _terms() | terms
+        call = claim_call(**asked)
+        left = self.scripts.run(call)
+        assert not isinstance(left, Claim)
+        return left
 
     def take(self, **terms: Any) -> Claim:
         """Claim the best job; there must be one."""
@@ -135,6 +135,17 @@ class JobQueue:
     def tickets(self) -> list[str]:
         found: Any = self.client.zrange(self.keys.tickets(self.model), 0, -1)
         return [ticket.decode() for ticket in found]
+
+
+def _terms() -> dict[str, Any]:
+    return {
+        "holder": HOLDER,
+        "nonce": secrets.token_hex(4),
+        "fingerprint": "f",
+        "reach": "dir",
+        "lease_ms": 60_000,
+        "exact_wait_s": 30.0,
+    }
 
 
 def story(first: int, last: int) -> list[Token]:

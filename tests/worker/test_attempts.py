@@ -9,6 +9,7 @@ from typing import Any
 
 import msgpack
 import pytest
+import structlog
 
 from job_queue import JobQueue, story
 from step_worker import StepWorker
@@ -319,6 +320,28 @@ def test_a_row_that_raises_is_handed_back_and_its_neighbour_goes_on(
 
 
 # -- exactness -------------------------------------------------------------------------
+
+
+def test_a_job_that_waits_for_its_geometry_is_named_once_by_a_worker_with_a_free_slot(
+    jobs: JobQueue, start: Start
+) -> None:
+    job = jobs.submit(max_tokens=30)
+    first = start()
+    first.claim()
+    first.decode(9)
+    first.publish()
+    jobs.client.hset(jobs.keys.job(job), "fingerprint", "another")
+    jobs.scripts.take_back(job, "host-dir-0")
+    heir = start(name="host-dir-1")
+    with structlog.testing.capture_logs() as lines:
+        assert not heir.claim()
+        assert not heir.claim()
+        heir.rooms.housekeeper.chores()
+
+    (line,) = [line for line in lines if line["event"] == "job waits for its own geometry"]
+    assert line["job"] == job
+    assert 20 < line["seconds"] <= 30
+    assert "another geometry" in line["why"]
 
 
 def test_another_geometry_is_named_and_what_was_published_stands(

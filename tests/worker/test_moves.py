@@ -231,6 +231,11 @@ def test_a_job_that_has_begun_waits_for_its_geometry_and_then_for_nobody(jobs: J
 
     assert jobs.claim(fingerprint="other") is None
     assert jobs.claim(reach="other") is None
+    for there, why in (("other", "dir"), "geometry"), (("f", "other"), "checkpoints"):
+        (left,) = jobs.leave(fingerprint=there[0], reach=there[1])
+        assert (left.job_id, left.why) == (job, why)
+        assert 20 < left.seconds <= 30
+    assert jobs.leave(fingerprint="another model's", model="other") == []
     assert jobs.take(fingerprint="other", exact_wait_s=0.0).fence.epoch == 2
     jobs.scripts.take_back(job, HOLDER)
     assert jobs.take().fence.epoch == 3
@@ -300,6 +305,16 @@ def test_a_claim_takes_the_ticket_with_it(jobs: JobQueue) -> None:
 
 
 # -- publishing ------------------------------------------------------------------------
+
+
+def test_published_tokens_are_the_progress_until_the_next_renewal(jobs: JobQueue) -> None:
+    job = jobs.submit(max_tokens=20)
+    fence = jobs.take().fence
+    jobs.scripts.renew(fence, holder=HOLDER, lease_ms=9000, phase="prefill", done=0, total=33)
+    jobs.scripts.publish(fence, story(1, 4))
+    told = jobs.job(job)
+
+    assert (told["phase"], told["phase_done"], told["phase_total"]) == ("decode", "4", "20")
 
 
 def test_publishing_again_changes_nothing(jobs: JobQueue) -> None:

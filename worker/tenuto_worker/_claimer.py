@@ -8,12 +8,19 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from ._errors import RedisAway
+from ._logging import get_log
 from ._redis import Backoff, Outage
 from ._run import Run, Runs
-from ._scripts import Claim, JobScripts
+from ._scripts import Claim, JobScripts, Left, claim_call
 from ._settings import WorkerSettings
+
+_WHY_LEFT: Final = {
+    "geometry": "its tokens are from another geometry; after that it is recomputed here",
+    "checkpoints": "its checkpoints are in another data dir; after that it is replayed here",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +61,7 @@ class Claimer:
         self._holder = holder
         self._reach = reach
         self._on_claim = on_claim
+        self._left: dict[str, set[str]] = {}
         self._changed = threading.Condition()
         self._poked = False
         self._stopping = False
@@ -97,14 +105,31 @@ class Claimer:
         claim = self._claim(model)
         if claim is None:
             return False
+        if not isinstance(claim, Claim):
+            self._tell_left(model, claim)
+            return False
         run = Run(claim)
         run.log.info("job claimed", model=model, attempt=claim.attempts, tokens=claim.tokens)
         self._runs.add(run)
         self._on_claim(run)
         return True
 
-    def _claim(self, model: str) -> Claim | None:
-        """Ask until Redis answers. A claim may have happened though its answer was lost."""
+    def _tell_left(self, model: str, left: list[Left]) -> None:
+        """Say once of each job why it waits though a slot is free here."""
+        known = self._left.get(model, set())
+        self._left[model] = {job.job_id for job in left}
+        for job in left:
+            if job.job_id not in known:
+                get_log(job=job.job_id).info(
+                    "job waits for its own geometry",
+                    model=model,
+                    seconds=round(job.seconds, 1),
+                    why=_WHY_LEFT[job.why],
+                )
+
+    def _claim(self, model: str) -> Claim | list[Left] | None:
+        """Ask until Redis answers; None at a stop. A claim may have happened though its answer
+        was lost."""
         nonce = secrets.token_hex(8)
         backoff = Backoff()
         again = False
@@ -117,8 +142,8 @@ class Claimer:
             again = True
             time.sleep(backoff.pause())
 
-    def _ask(self, model: str, nonce: str, *, again: bool) -> Claim | None:
-        return self._scripts.claim(
+    def _ask(self, model: str, nonce: str, *, again: bool) -> Claim | list[Left]:
+        call = claim_call(
             model,
             holder=self._holder,
             nonce=nonce,
@@ -128,3 +153,4 @@ class Claimer:
             exact_wait_s=self._settings.exact_wait_seconds,
             again=again,
         )
+        return self._scripts.run(call)

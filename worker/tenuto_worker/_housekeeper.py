@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tenuto_engine import CheckpointWriter
 
 _WRITER_PATIENCE_S = 10.0
+_EXPIRE_S = 1.0
 _KEPT_STATES = (b"queued", b"running", b"failed", b"cancelled")
 
 
@@ -145,9 +146,20 @@ class Housekeeper:
         self._announce()
         for model in self._settings.models:
             if mended := self._scripts.mend_tickets(model):
-                self._log.info("tickets mended", model=model, count=mended)
-        if gone := self._scripts.expire():
-            self._log.info("jobs expired", count=len(gone))
+                # Nothing went wrong: the ticket of a job that nobody may claim yet is used up.
+                self._log.debug("tickets mended", model=model, count=mended)
+        self._expire()
+
+    def _expire(self) -> None:
+        """What is due, in pieces that do not hold Redis up, and for no longer than reaping can wait."""
+        end = time.monotonic() + _EXPIRE_S
+        count = 0
+        while gone := self._scripts.expire():
+            count += len(gone)
+            if time.monotonic() >= end:
+                break
+        if count:
+            self._log.info("jobs expired", count=count)
 
     # -- checkpoints -------------------------------------------------------------------
 

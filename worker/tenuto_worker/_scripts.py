@@ -62,6 +62,18 @@ class Claim:
     attempts: int
 
 
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A queued job that this worker has to leave to others for so many `seconds` more.
+
+    `why` is `geometry`, or `checkpoints` where only those are out of reach.
+    """
+
+    job_id: str
+    seconds: float
+    why: str
+
+
 class PublishStatus(StrEnum):
     """What became of a publish."""
 
@@ -69,7 +81,7 @@ class PublishStatus(StrEnum):
     REPLAY = "replay"
     """All of it stood there already."""
     GAP = "gap"
-    """Redis has fewer tokens than the attempt thought; nothing was written."""
+    """Redis has fewer tokens than the attempt thought, or more; nothing was written."""
     FENCED = "fenced"
     """The attempt is over; nothing was written."""
 
@@ -99,6 +111,24 @@ class Call(Generic[T]):
     script: str
     arguments: tuple[Argument, ...]
     read: Callable[[Any], T]
+
+
+def claim_call(
+    model: str,
+    *,
+    holder: str,
+    nonce: str,
+    fingerprint: str,
+    reach: str,
+    lease_ms: int,
+    exact_wait_s: float,
+    again: bool,
+) -> Call[Claim | list[Left]]:
+    """Take the best queued job of a model. Where there is none for this worker, the answer is
+    those that it has to leave to others."""
+    own = (holder, nonce, fingerprint, reach)
+    terms = (lease_ms, exact_wait_s, int(again))
+    return Call("claim", (model, *own, *terms), _claim)
 
 
 def publish_call(fence: Fence, tokens: Sequence[Token]) -> Call[Published]:
@@ -222,9 +252,18 @@ class JobScripts:
 
         `again` says that a call with this nonce was made before and its answer lost.
         """
-        own = (holder, nonce, fingerprint, reach)
-        terms = (lease_ms, exact_wait_s, int(again))
-        return self.run(Call("claim", (model, *own, *terms), _claim))
+        call = claim_call(
+            model,
+            holder=holder,
+            nonce=nonce,
+            fingerprint=fingerprint,
+            reach=reach,
+            lease_ms=lease_ms,
+            exact_wait_s=exact_wait_s,
+            again=again,
+        )
+        claim = self.run(call)
+        return claim if isinstance(claim, Claim) else None
 
     def bind(
         self,
@@ -330,9 +369,11 @@ def _renewed(reply: list[Any]) -> Renewed:
     return Renewed(word == b"fenced", bool(cancel), bool(late))
 
 
-def _claim(reply: list[bytes]) -> Claim | None:
-    if not reply:
-        return None
+def _claim(reply: list[bytes]) -> Claim | list[Left]:
+    word, *rest = reply or [b"left"]
+    if word == b"left":
+        triples = zip(rest[::3], rest[1::3], rest[2::3], strict=True)
+        return [Left(job.decode(), float(wait), why.decode()) for job, wait, why in triples]
     fields = dict(zip(reply[::2], reply[1::2], strict=True))
 
     def text(name: bytes) -> str | None:

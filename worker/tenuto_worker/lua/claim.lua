@@ -1,16 +1,24 @@
 -- Take the best queued job of a model: highest priority, then tenants in turn, then age.
 -- A: model, holder, nonce, fingerprint, reach, lease in ms, exact_wait in s, 1 when this nonce was tried before
 -- A job that has begun is left for exact_wait to workers of its own fingerprint and checkpoint reach.
--- Returns the fields of the job's hash, or an empty list.
+-- Returns the fields of the job's hash. Where there is no job for this worker: an empty list; or 'left' and,
+-- of up to 16 jobs that it has to leave to others, three values each: id, seconds for which it still must, 'geometry' or 'checkpoints' as the reason.
 local model, holder, nonce, fingerprint, reach = A[1], A[2], A[3], A[4], A[5]
 local lease_ms, exact_wait = A[6], tonumber(A[7])
 local at = now()
+local left = {}
 
 local function suits(id)
   local mine, where, queued_at, tokens =
     unpack(redis.call('HMGET', key_job(id), 'fingerprint', 'reach', 'queued_at', 'tokens'))
-  if not mine or at - tonumber(queued_at) >= exact_wait then return true end
-  return mine == fingerprint and (tokens == '0' or where == reach)
+  local wait = exact_wait - (at - tonumber(queued_at))
+  if not mine or wait <= 0 then return true end
+  if mine == fingerprint and (tokens == '0' or where == reach) then return true end
+  if #left < 3 * 16 then
+    local why = mine == fingerprint and 'checkpoints' or 'geometry'
+    for _, each in ipairs({ id, string.format('%.3f', wait), why }) do left[#left + 1] = each end
+  end
+  return false
 end
 
 local function take(id, lane, priority)
@@ -50,4 +58,5 @@ for _, lane in ipairs(redis.call('ZRANGE', key_queue(model), 0, -1)) do
     end
   end
 end
-return {}
+if #left == 0 then return {} end
+return { 'left', unpack(left) }
