@@ -93,11 +93,15 @@ class BaseClient:
             before: only jobs older than this one; give the last one of a page to get the next.
 
         Raises:
-            InvalidRequest: no such state, or a limit out of range.
+            InvalidRequest: no such state, a limit out of range, or what can be no model or job.
             JobGone: `before` is an id, and there is no such job. A record is taken in any case.
         """
         if state is not None:
             state = JobState(check.choice("state", state, tuple(JobState)))
+        if model is not None:
+            model = check.text("model", model, 128)
+        if isinstance(before, str):
+            before = check.text("before", before, 255)
         limit = check.integer("limit", limit, 1, _MAX_LIMIT)
         return await self._backend.list(Page(state, model, limit, before))
 

@@ -76,6 +76,7 @@ class Command(Protocol):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The entry point of the script `tenuto`; returns the exit code."""
+    _fill_standard_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # Models write any character; a terminal that lacks one is no reason to stop.
@@ -89,10 +90,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # Python flushes stdout once more at its end; let that go nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return PIPE_CLOSED
+    except OSError as error:
+        # A full disk behind stdout, most likely.
+        complain(str(error))
+        _drop_output()
+        return FAILED
     return code
+
+
+def _fill_standard_streams() -> None:
+    """Whoever started us may have closed some; what we open must not take their numbers."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123, SIM115
+
+
+def _drop_output() -> None:
+    """Python flushes stdout once more at its end; let that go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def complain(message: str) -> None:

@@ -337,6 +337,34 @@ def test_a_closed_pipe_ends_watch_quietly(tenuto: Tenuto, worker: RawWorker) -> 
     assert running.returncode == 141
 
 
+@pytest.mark.parametrize(
+    ("redirection", "code", "says"),
+    [
+        ("<&-", 0, ""),
+        (">&-", 0, ""),
+        ("2>&-", 0, ""),
+        ("<&- >&- 2>&-", 0, ""),
+        (">/dev/full", 1, "tenuto: [Errno 28] No space left on device\n"),
+    ],
+)
+def test_closed_or_full_standard_streams_are_no_traceback(
+    tenuto: Tenuto, redirection: str, code: int, says: str
+) -> None:
+    if "full" in redirection and not Path("/dev/full").exists():
+        pytest.skip("needs a device that is always full")
+    job_id = tenuto("submit", "m", "hi").stdout.strip()
+    program = "import sys; from tenuto_client._command import main; sys.exit(main())"
+    command = [sys.executable, "-c", program, "status", job_id]
+    done = subprocess.run(
+        ["/bin/sh", "-c", f'"$@" {redirection}', "sh", *command],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **tenuto.environ},
+    )
+    assert (done.returncode, done.stderr) == (code, says)
+
+
 def test_watch_goes_on_through_a_restart_of_the_server(server: RealServer, tmp_path: Path) -> None:
     tenuto = Tenuto(server.url, "tenuto:", tmp_path)
     with server.client() as raw:

@@ -91,7 +91,17 @@ async def test_a_rare_state_is_found_among_many_jobs(client: Client, worker: Raw
     assert len(await listed(client, limit=10_000)) == 521
 
 
-@pytest.mark.parametrize("bad", [{"state": "done"}, {"limit": 0}, {"limit": True}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"state": "done"},
+        {"limit": 0},
+        {"limit": True},
+        {"model": "\udcff"},
+        {"model": ""},
+        {"before": "\udcff"},
+    ],
+)
 async def test_a_bad_filter_is_refused_by_name(client: Client, bad: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as caught:
         await client.list(**bad)

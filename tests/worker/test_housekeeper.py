@@ -213,6 +213,17 @@ def test_a_checkpoint_folder_that_cannot_be_listed_only_delays_gc(
 # -- announcements ---------------------------------------------------------------------
 
 
+def test_more_jobs_than_one_script_takes_expire_in_one_round(
+    jobs: JobQueue, worker: StepWorker
+) -> None:
+    for _ in range(120):
+        jobs.submit(retention="0.0")
+        jobs.scripts.finish(jobs.take().fence, state="completed")
+    worker.rooms.housekeeper.chores()
+
+    assert jobs.client.zcard(jobs.keys.jobs()) == 0
+
+
 def test_workers_that_have_been_silent_for_a_day_are_forgotten(
     jobs: JobQueue, worker: StepWorker
 ) -> None:

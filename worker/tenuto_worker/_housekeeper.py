@@ -129,10 +129,10 @@ class Housekeeper:
         if not running or not self._may_reap():
             return
         jobs = [job.decode() for job in _list(running)]
-        for job, state in zip(jobs, self._scripts.run_all([*map(reap_call, jobs)]), strict=True):
+        for job, found in zip(jobs, self._scripts.run_all([*map(reap_call, jobs)]), strict=True):
             # A completed one has only ended since it was listed.
-            if state not in ("alive", "completed", "gone"):
-                self._log.warning("job reaped", job=job, state=state)
+            if found.state not in ("alive", "completed", "gone"):
+                self._log.warning("job reaped", job=job, state=found.state, lost_by=found.worker)
 
     def _may_reap(self) -> bool:
         if not self._contact.is_long_enough(time.monotonic()):
@@ -151,7 +151,7 @@ class Housekeeper:
         self._expire()
 
     def _expire(self) -> None:
-        """What is due, in pieces that do not hold Redis up, and for no longer than reaping can wait."""
+        """What is due, in pieces that do not hold Redis up, while reaping can wait."""
         end = time.monotonic() + _EXPIRE_S
         count = 0
         while gone := self._scripts.expire():

@@ -23,7 +23,9 @@ _HEAD = f"{'JOB':<18}{'STATE':<11}{'TOKENS':>14}  {'CREATED':<21}MODEL\n"
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.epilog = _EPILOG
-    parser.add_argument("--state", choices=list(JobState), metavar="S", help=", ".join(JobState))
+    parser.add_argument(
+        "--state", choices=[str(state) for state in JobState], metavar="S", help=", ".join(JobState)
+    )
     parser.add_argument("--model", metavar="M", help="only jobs of this model")
     parser.add_argument("--limit", type=int, default=100, metavar="N", help="at most so many (100)")
     parser.add_argument("--before", metavar="JOB", help="only jobs older than this one")
