@@ -327,6 +327,18 @@ def test_publishing_again_changes_nothing(jobs: JobQueue) -> None:
     assert jobs.tokens(job) == story(1, 4)
 
 
+def test_an_entry_packed_anew_around_published_tokens_is_refused_and_told_where_to_go_on(
+    jobs: JobQueue,
+) -> None:
+    jobs.submit()
+    fence = jobs.take().fence
+    jobs.scripts.publish(fence, story(1, 4))
+    again = jobs.scripts.publish(fence, story(3, 6))
+    assert (again.status, again.tokens) == (PublishStatus.GAP, 4)
+    jobs.scripts.publish(fence, story(5, 6))
+    assert jobs.tokens(fence.job_id) == story(1, 6)
+
+
 def test_a_gap_is_refused_and_says_what_is_there(jobs: JobQueue) -> None:
     job = jobs.submit()
     fence = jobs.take().fence
@@ -398,7 +410,7 @@ def test_a_new_token_clears_the_count(jobs: JobQueue, how: str) -> None:
     for turn in range(1, 8):
         claim = jobs.take()
         if turn % 2:
-            jobs.scripts.publish(claim.fence, story(1, turn))
+            jobs.scripts.publish(claim.fence, story(claim.tokens + 1, turn))
         assert _die(jobs, claim, how) == "queued"
 
 

@@ -5,7 +5,8 @@ if not owned(id, epoch, nonce) then return { 'fenced', 0, 0 } end
 local published, wanted = unpack(redis.call('HMGET', key_job(id), 'tokens', 'max_tokens'))
 published = tonumber(published)
 if last <= published then return { 'replay', published, cancel_wanted(id) } end
-if first > published + 1 then return { 'gap', published, cancel_wanted(id) } end
+-- An entry that begins with tokens that stand there would put them into the stream a second time.
+if first ~= published + 1 then return { 'gap', published, cancel_wanted(id) } end
 redis.call('XADD', key_stream(id), A[5] .. '-0', 't', payload)
 -- The next renewal is seconds away; until then the progress would still be that of the prompt.
 redis.call('HSET', key_job(id), 'tokens', A[5], 'events', 0,
