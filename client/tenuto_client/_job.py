@@ -88,6 +88,7 @@ class Job:
         """Let a cancelled or failed job go on, exactly as if it had not stopped.
 
         A job that is queued or running stays so; a cancel that it has not seen yet is taken back.
+        A deadline that has passed is dropped.
         Raises `IllegalTransition` when it is completed, and `JobGone`.
         """
         return await self._backend.resume(self._id)

@@ -451,6 +451,21 @@ def test_resume_of_a_failed_job_starts_the_count_anew(jobs: JobQueue) -> None:
     assert _die(jobs, jobs.take(), "error") == "queued"
 
 
+def test_resume_drops_a_deadline_that_has_passed_and_keeps_one_that_has_not(
+    jobs: JobQueue,
+) -> None:
+    late = jobs.submit(deadline="1.0")
+    assert jobs.claim() is None
+    assert jobs.state(late) == "failed"
+    jobs.resume(late)
+    assert jobs.take().fence.job_id == late
+
+    early = jobs.submit(deadline="99999999999.0")
+    jobs.cancel(early)
+    jobs.resume(early)
+    assert jobs.job(early)["deadline"] == "99999999999.0"
+
+
 # -- leases, expiry, lost scripts ------------------------------------------------------
 
 

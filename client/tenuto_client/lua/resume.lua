@@ -11,6 +11,9 @@ if not is_over(state) then
 end
 redis.call('HDEL', job, 'finished_at', 'finish_reason', 'error', 'errors')
 redis.call('HSET', job, 'stalls', 0)
+-- Whoever resumes a job after its deadline wants it all the same; with the deadline it would fail at once.
+local deadline = get(id, 'deadline')
+if deadline and tonumber(deadline) <= now() then redis.call('HDEL', job, 'deadline') end
 redis.call('ZREM', key_expiry(), id)
 requeue(id, 'resume')
 return 'resumed'
