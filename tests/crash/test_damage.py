@@ -34,13 +34,13 @@ def test_with_the_newest_checkpoint_damaged_an_older_serves_and_with_all_the_pro
             second.kill()
             passed_over = [each["job"] for each in second.lines("checkpoint passed over")]
             assert sorted(passed_over) == sorted(hurt)
-            assert all(each["checkpoint"] for each in prepared([second]))
+            assert all(each["cached_tokens"] for each in prepared([second]))
         destroy_all([root / job for job in hurt])
         with worker_of(models, redis_url, namespace, tmp_path) as third:
             scene.assert_exact(references)
             again = prepared([third])
             assert again
-            assert all(each["published"] and each["checkpoint"] is None for each in again)
+            assert all(each["published"] and each["cached_tokens"] is None for each in again)
 
 
 def unfinished(scene: Scene) -> list[str]:

@@ -36,7 +36,7 @@ def test_a_prompt_killed_halfway_is_read_on_exactly(
                 worker.wait_for("attempt prepared", count=len(long) * (life + 1))
             scene.assert_exact(references)
         resumed = prepared([worker])[-2 * len(long) :]
-        assert all(0 < line["checkpoint"] < LONG for line in resumed)
+        assert all(0 < line["cached_tokens"] < LONG for line in resumed)
 
 
 def wait_new_checkpoints(folders: list[Path]) -> None:

@@ -80,7 +80,7 @@ def test_a_checkpoint_ahead_of_the_stream_has_its_tokens_published_first(
             ahead = [
                 line
                 for line in two.lines("attempt prepared")
-                if (line["checkpoint"] or 0) > line["prompt_tokens"] + line["published"]
+                if (line["cached_tokens"] or 0) > line["prompt_tokens"] + line["published"]
             ]
             assert ahead
 

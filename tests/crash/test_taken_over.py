@@ -35,7 +35,7 @@ def test_of_two_workers_one_machine_dies_and_the_other_takes_over_exactly(
         assert len(taken) == half
         assert all(line["published"] for line in taken)
         # It shares the data dir, so what the dead one saved is of use.
-        assert any(line["checkpoint"] for line in taken)
+        assert any(line["cached_tokens"] for line in taken)
 
 
 def test_a_drain_hands_over_to_a_machine_without_the_checkpoints_and_back(
@@ -64,12 +64,12 @@ def test_a_drain_hands_over_to_a_machine_without_the_checkpoints_and_back(
             # One that was quick may have ended.
             assert handed >= len(cases) // 2
             two.wait_for("attempt prepared", count=handed)
-            assert all(line["checkpoint"] is None for line in prepared([two]))
+            assert all(line["cached_tokens"] is None for line in prepared([two]))
             scene.wait_more(60)
             two.kill()
         with worker_of(models, redis_url, namespace, here) as three:
             scene.assert_exact(references)
-            assert any(line["checkpoint"] for line in prepared([three]))
+            assert any(line["cached_tokens"] for line in prepared([three]))
 
 
 def test_a_dead_supervisor_makes_its_child_hand_the_jobs_on(
@@ -93,4 +93,4 @@ def test_a_dead_supervisor_makes_its_child_hand_the_jobs_on(
         assert one.lines("job handed back")
         with worker_of(models, redis_url, namespace, tmp_path) as two:
             scene.assert_exact(references)
-            assert all(line["checkpoint"] for line in prepared([two]))
+            assert all(line["cached_tokens"] for line in prepared([two]))

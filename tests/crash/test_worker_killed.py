@@ -36,7 +36,7 @@ def test_a_child_killed_at_random_steps_changes_no_bit(
         scene.assert_exact(references)
         assert len(worker.lines("child died")) == len(steps)
         # Some went on from a checkpoint, and had tokens to catch up.
-        resumed = [line for line in prepared([worker]) if line["checkpoint"]]
+        resumed = [line for line in prepared([worker]) if line["cached_tokens"]]
         assert any(
-            line["checkpoint"] < line["prompt_tokens"] + line["published"] for line in resumed
+            line["cached_tokens"] < line["prompt_tokens"] + line["published"] for line in resumed
         )

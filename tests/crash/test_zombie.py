@@ -38,7 +38,7 @@ def test_a_worker_that_wakes_after_its_lease_is_gone_publishes_nothing(
             scene.assert_exact(references)
             resumed = prepared([zombie])[len(cases) :]
             assert len(resumed) >= left
-            assert all(line["checkpoint"] for line in resumed)
+            assert all(line["cached_tokens"] for line in resumed)
 
 
 def assert_fenced(zombie: WorkerProcess, job: str) -> None:

@@ -91,7 +91,8 @@ def test_a_killed_child_gets_its_job_back_without_waiting_for_the_lease(
     worker = start(lease=30.0)
     wait_tokens(queue, job, 40)
     dead = worker.kill_child()
-    worker.wait_for("job taken back")
+    taken = worker.wait_for("job taken back")
+    assert taken["lost_by"] == taken["worker"]
     same(queue, job, reference)
 
     assert not child_is_alive(dead)
@@ -161,7 +162,8 @@ def test_a_paused_worker_that_wakes_after_its_lease_publishes_nothing(
     assert queue.tokens(job) == tokens
     ends = [event for event in queue.stream(job)[1] if isinstance(event, EndEvent)]
     assert [end.epoch for end in ends] == [2]
-    assert heir.lines("job reaped")
+    (reaped,) = heir.lines("job reaped")
+    assert reaped["lost_by"] == zombie.lines("worker ready")[0]["worker"]
     assert zombie.is_running
 
 
@@ -198,6 +200,7 @@ def test_a_group_that_is_signalled_as_a_whole_drains_all_the_same(
     os.kill(worker.pid, signal.SIGINT)
 
     assert worker.wait(30) == 0
+    assert "SIG" not in worker.lines("worker drains")[0]["why"], "only the supervisor knows it"
     assert queue.state(job) == "queued"
     assert worker.lines("worker ended")
 
@@ -252,6 +255,8 @@ def test_the_embedded_server_is_started_again_when_it_is_killed(
             wait_tokens(queue, job, 40)
             os.kill(int((tmp_path / "redis" / "pid").read_text()), signal.SIGKILL)
             worker.wait_for("redis back")
+            (started,) = worker.lines("embedded server started again")
+            assert started["pid"] == int((tmp_path / "redis" / "pid").read_text())
             poll_until(lambda: find_server(tmp_path), "the server to answer us too")
             assert wait_end(queue, job).exactness == "exact"
             assert len(queue.tokens(job)) == OPTIONS["max_tokens"]

@@ -149,7 +149,8 @@ class Child:
     def _listen_for_the_end(self) -> None:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop, number.name)
+            # Not the signal's name: the supervisor, which got another one perhaps, has logged it.
+            loop.add_signal_handler(number, self._stop, "asked to stop")
 
         def wait_for_supervisor() -> None:
             while sys.stdin.readline():

@@ -211,7 +211,9 @@ class Preparer:
             "attempt prepared",
             prompt_tokens=len(prompt),
             published=len(published),
-            checkpoint=None if checkpoint is None else len(checkpoint.cache_tokens),
+            # The names that `tenuto checkpoints list --json` has: with the prompt, and without it.
+            cached_tokens=None if checkpoint is None else len(checkpoint.cache_tokens),
+            checkpoint_tokens=None if checkpoint is None else checkpoint.generated_tokens,
             exactness=run.exactness,
         )
         return Plan(run, store, tuple(roads))

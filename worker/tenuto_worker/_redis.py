@@ -123,14 +123,16 @@ class Outage:
     """Whether Redis is away, as all threads together see it; logged once each way.
 
     Args:
-        revive: starts the embedded server again; None where the server is not ours.
+        revive: starts the embedded server again, and returns its pid if it did; None where the
+            server is not ours.
     """
 
-    def __init__(self, revive: Callable[[], object] | None = None) -> None:
+    def __init__(self, revive: Callable[[], int | None] | None = None) -> None:
         self._revive = revive
         self._lock = threading.Lock()
         self._since: float | None = None
         self._revived = 0.0
+        self._complaint = ""
         self._log = get_log()
 
     def attempt(self, call: Callable[[], T]) -> T:
@@ -170,12 +172,20 @@ class Outage:
             if self._since is not None and started > self._since:
                 self._log.info("redis back", seconds=round(time.monotonic() - self._since, 1))
                 self._since = None
+                self._complaint = ""
 
-    def _try_revive(self, revive: Callable[[], object]) -> None:
+    def _try_revive(self, revive: Callable[[], int | None]) -> None:
         try:
-            revive()
+            pid = revive()
         except Exception as error:  # noqa: BLE001 - whatever it is, the next try may succeed
-            self._log.warning("embedded server not started", error=str(error))
+            # The rest is an excerpt of the server's log, which the line names.
+            complaint = (str(error) or type(error).__name__).splitlines()[0].rstrip(":")
+            if complaint != self._complaint:
+                self._log.warning("embedded server not started", error=complaint)
+            self._complaint = complaint
+        else:
+            if pid is not None:
+                self._log.warning("embedded server started again", pid=pid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,12 +217,19 @@ class Patience:
             time.sleep(backoff.pause())
 
 
-def reviver(data_dir: Path) -> Callable[[], object]:
-    """Starts the embedded server of a data dir, if it is not running."""
+def reviver(data_dir: Path) -> Callable[[], int | None]:
+    """Starts the embedded server of a data dir, if it is not running; returns its pid if it did."""
 
-    def revive() -> object:
-        from tenuto_client._server import ensure_server
+    def revive() -> int | None:
+        from tenuto_client._server import ensure_server, find_server
 
-        return ensure_server(data_dir)
+        if find_server(data_dir) is not None:
+            return None
+        client = connect(ensure_server(data_dir))
+        try:
+            info: Any = client.info("server")
+        finally:
+            client.close()
+        return int(info["process_id"])
 
     return revive

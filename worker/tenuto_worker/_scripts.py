@@ -105,6 +105,14 @@ class Renewed:
 
 
 @dataclass(frozen=True, slots=True)
+class Reaped:
+    """Answer to a reap: `alive` or the state of the job, and the worker that has or had it."""
+
+    state: str
+    worker: str
+
+
+@dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
     """One run of a script that is still to be made."""
 
@@ -181,9 +189,9 @@ def release_call(fence: Fence, reason: str, error: str = "") -> Call[str]:
     return Call("release", (*_fence(fence), reason, error), _word)
 
 
-def reap_call(job_id: str) -> Call[str]:
-    """Requeue a running job without a lease. Answers `alive` or the state it is in now."""
-    return Call("reap", (job_id,), _word)
+def reap_call(job_id: str) -> Call[Reaped]:
+    """Requeue a running job without a lease."""
+    return Call("reap", (job_id,), _reaped)
 
 
 def take_back_call(job_id: str, holder: str) -> Call[str]:
@@ -332,7 +340,7 @@ class JobScripts:
 
     def reap(self, job_id: str) -> str:
         """Requeue a running job without a lease. Returns `alive` or the state it is in now."""
-        return self.run(reap_call(job_id))
+        return self.run(reap_call(job_id)).state
 
     def take_back(self, job_id: str, holder: str) -> str:
         """Requeue a running job of this holder's dead predecessor; `foreign` if it is not its."""
@@ -367,6 +375,11 @@ def _published(reply: list[Any]) -> Published:
 def _renewed(reply: list[Any]) -> Renewed:
     word, cancel, late = reply
     return Renewed(word == b"fenced", bool(cancel), bool(late))
+
+
+def _reaped(reply: list[bytes]) -> Reaped:
+    state, worker = reply
+    return Reaped(state.decode(), worker.decode())
 
 
 def _claim(reply: list[bytes]) -> Claim | list[Left]:

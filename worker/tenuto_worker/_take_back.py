@@ -31,6 +31,6 @@ def take_back(client: redis.Redis, keys: Keys, holder: str, patience: Patience) 
         job_id = job.decode()
         state = patiently(partial(scripts.take_back, job_id, holder))
         if state != "foreign":
-            get_log(job=job_id).warning("job taken back", state=state)
+            get_log(job=job_id).warning("job taken back", state=state, lost_by=holder)
             taken.append(job_id)
     return taken
