@@ -34,6 +34,7 @@ class Progress:
         self._index = index
         self._epoch = 0
         self._phase = ""
+        self._waiting = ""
         self._text = text
         self._line = line
         self._shared = text.isatty()
@@ -46,6 +47,11 @@ class Progress:
         """For text on stdout."""
         return cls(total, index, text=sys.stdout, line=sys.stderr)
 
+    @property
+    def is_on(self) -> bool:
+        """Whether there is such a line at all."""
+        return self._on
+
     def write(self, text: str) -> None:
         """Write text to its place."""
         if text:
@@ -56,7 +62,7 @@ class Progress:
 
     def token(self, index: int) -> None:
         """Token `index` came."""
-        self._phase = ""
+        self._phase = self._waiting = ""
         if index > self._index:
             self._index = index
             now = time.monotonic()
@@ -75,6 +81,16 @@ class Progress:
         self._phase = f"{event.phase} {event.done}/{event.total}"
         self._paint(now=True)
 
+    def wait(self, line: str | None) -> None:
+        """Nobody works on the job, for the reason that the line gives; None is that somebody does.
+
+        A rate would belong to the past then.
+        """
+        if line or self._waiting:
+            self._waiting = line or ""
+            self._samples = deque([(time.monotonic(), self._index)])
+            self._paint(now=True)
+
     def clear(self) -> None:
         """Take the line away."""
         if self._on:
@@ -90,10 +106,12 @@ class Progress:
             parts.append(f"{rate:.1f} tokens/s")
             if self._total > self._index:
                 parts.append(f"{_duration((self._total - self._index) / rate)} left at most")
-        if self._phase:
+        if self._phase and not self._waiting:
             parts.append(self._phase)
         if self._epoch > 1:
             parts.append(f"attempt {self._epoch}")
+        if self._waiting:
+            parts.append(self._waiting)
         return " | ".join(parts)
 
     def _rate(self) -> float:

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import redis
 import redis.asyncio
 
-from ._errors import InvalidRequest, ServerUnavailable
+from ._errors import InvalidRequest, ServerStartFailed, ServerUnavailable
 
 _T = TypeVar("_T")
 _FIRST_DELAY_S: Final = 0.05
@@ -123,8 +123,12 @@ class Connection:
         if not self._reached:
             raise error
         await backoff.wait(error)
-        if self._url is None:
-            await self._start_embedded()
+        while self._url is None:
+            try:
+                await self._start_embedded()
+                return
+            except ServerStartFailed as failed:
+                await backoff.wait(failed)
 
     @asynccontextmanager
     async def session(self, *, pinned: bool = False) -> AsyncIterator[Any]:

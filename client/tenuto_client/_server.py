@@ -38,6 +38,9 @@ def ensure_server(data_dir: Path, *, timeout: float = 20) -> str:
     but does not answer.
     """
     home = ServerHome.of(data_dir)
+    if not home.folder.exists():
+        # Where none can be started, no folder is left behind.
+        server_binary()
     starts = 0
     deadline = time.monotonic() + timeout
     while (answer := home.ask()) is not Answer.READY:

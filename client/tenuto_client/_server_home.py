@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import fcntl
 import hashlib
 import importlib.util
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -32,6 +34,8 @@ _CALL_TIMEOUT_S = 1.0
 _SOCKET_PATH_BYTES = 103
 _LOG_BYTES = 1 << 20
 _LOG_LINES_SHOWN = 12
+# With less than this a server may come up, but not write what it is to keep.
+FULL_DISK_BYTES = 1 << 20
 
 # What is acknowledged must be on disk (`always`), and nothing may be evicted: jobs live here.
 SETTINGS = {
@@ -167,12 +171,18 @@ class ServerHome:
             raise self.start_failed(f"exited with {started.returncode}")
 
     def start_failed(self, what: str) -> ServerStartFailed:
-        """The error for a server that did not come up, with the end of its log."""
+        """The error for a server that did not come up: a full disk, or the end of its log.
+
+        On a full disk the log may be that of an earlier start.
+        """
+        if shutil.disk_usage(self.folder).free < FULL_DISK_BYTES:
+            return _disk_full(self.folder)
         lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
         tail = "".join(f"\n  {line}" for line in lines[-_LOG_LINES_SHOWN:])
         return ServerStartFailed(
             f"the embedded server {what}; the end of {self.log}:{tail}\n",
             hint="mend what the log names, or point --redis at a server of your own",
+            transient=True,
         )
 
     def silent(self, seconds: float) -> ServerUnavailable:
@@ -210,11 +220,21 @@ def _reporting_paths(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _disk_full(folder) from error
         raise DataDirError(
             error.filename or folder,
             error.strerror or str(error),
             hint="choose a folder of your own with --data-dir or TENUTO_DATA_DIR",
         ) from error
+
+
+def _disk_full(folder: Path) -> ServerStartFailed:
+    return ServerStartFailed(
+        f"the embedded server cannot write: no space left on the disk of {folder}",
+        hint=f"make room on that disk, but leave {folder / 'aof'} alone: it holds the jobs",
+        transient=True,
+    )
 
 
 def _socket_path(folder: Path) -> Path:

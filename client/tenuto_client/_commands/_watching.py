@@ -14,8 +14,11 @@ from tenuto_client._backend import Event
 from tenuto_client._client import Client
 from tenuto_client._command import FAILED, INTERRUPTED, complain
 from tenuto_client._config import Settings
+from tenuto_client._errors import ServerUnavailable
 from tenuto_client._progress import Progress
 from tenuto_client._records import EndEvent, JobRecord, JobState, ProgressEvent, StateEvent, Token
+
+from ._waiting import complain_of_changes, telling
 
 
 def watch(settings: Settings, job_id: str, after: int, *, as_json: bool) -> int:
@@ -26,6 +29,10 @@ def watch(settings: Settings, job_id: str, after: int, *, as_json: bool) -> int:
     except (KeyboardInterrupt, asyncio.CancelledError):
         watcher.leave()
         return INTERRUPTED
+    except ServerUnavailable:
+        if watcher.has_begun:
+            watcher.leave()
+        raise
 
 
 async def _follow(settings: Settings, watcher: _Watcher) -> int:
@@ -40,7 +47,8 @@ async def _follow(settings: Settings, watcher: _Watcher) -> int:
         # First of all this checks the index; it asks the server nothing yet.
         events = job.events(watcher.index)
         watcher.begin(await job.status())
-        return await _print_events(events, watcher)
+        async with telling(settings, watcher.job_id, watcher.wait):
+            return await _print_events(events, watcher)
 
 
 async def _print_events(source: AsyncGenerator[Event, None], watcher: _Watcher) -> int:
@@ -60,9 +68,15 @@ class _Watcher(ABC):
     def __init__(self, job_id: str, index: int) -> None:
         self.job_id = job_id
         self.index = index
+        self.has_begun = False
 
-    def begin(self, record: JobRecord) -> None:  # noqa: B027 - not all care
+    def begin(self, record: JobRecord) -> None:
         """The job as it is at the start."""
+        self.has_begun = True
+
+    def wait(self, line: str | None, is_new: bool) -> None:
+        """Nobody works on the job now, and this is why; None is that somebody does."""
+        complain_of_changes(line, is_new)
 
     @abstractmethod
     def show(self, event: Event) -> None:
@@ -87,6 +101,7 @@ class _TextWatcher(_Watcher):
         self._ends_in_newline = True
 
     def begin(self, record: JobRecord) -> None:
+        super().begin(record)
         self._progress = Progress.on_stderr(record.max_tokens, record.tokens)
         self._progress.attempt(record.epoch)
 
@@ -100,6 +115,12 @@ class _TextWatcher(_Watcher):
             self._progress.phase(event)
         else:
             self._end(event)
+
+    def wait(self, line: str | None, is_new: bool) -> None:
+        if self._progress.is_on:
+            self._progress.wait(line)
+            return
+        super().wait(line, is_new)
 
     def leave(self) -> None:
         self._close()

@@ -1,0 +1,74 @@
+"""Saying what a job waits for, while a command waits for the job."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Final
+
+from tenuto_client._command import complain
+from tenuto_client._config import Settings
+from tenuto_client._errors import ProtocolError, ServerUnavailable
+from tenuto_client._outlook import Outlook, look
+from tenuto_client._redis import Connection
+from tenuto_client.keys import Keys
+
+_EVERY_S: Final = 1.0
+# A job that a worker takes at once is no news.
+_SHORT_WAIT_S: Final = 2.0
+
+Show = Callable[[str | None, bool], None]
+"""Gets the line, or None where nothing is waited for, and whether more than its timer changed."""
+
+
+@asynccontextmanager
+async def telling(settings: Settings, job_id: str, show: Show) -> AsyncGenerator[None, None]:
+    """In the meantime, call `show` once a second with what the job waits for."""
+    task = asyncio.create_task(_tell(settings, job_id, show))
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+def complain_of_changes(line: str | None, is_new: bool) -> None:
+    """A `Show` for stderr that is no terminal."""
+    if line is not None and is_new:
+        complain(line)
+
+
+async def _tell(settings: Settings, job_id: str, show: Show) -> None:
+    # Waits a little, so that an embedded server's own reason not to start is heard.
+    connection = Connection(settings.redis_url, settings.data_dir, retry_for=_EVERY_S)
+    keys = Keys(settings.namespace)
+    before: object = None
+    try:
+        while True:
+            await asyncio.sleep(_EVERY_S)
+            line, what = await _line(connection, keys, job_id)
+            show(line, what != before)
+            before = what
+    finally:
+        await connection.close()
+
+
+async def _line(connection: Connection, keys: Keys, job_id: str) -> tuple[str | None, object]:
+    """What to say, and what of it is news when it changes."""
+    try:
+        outlook = await look(connection, keys, job_id)
+    except ServerUnavailable as error:
+        says = f"waiting for the server: {error}"
+        return says, says
+    except ProtocolError:
+        # What it says of a worker, the reader of the job need not know.
+        return None, None
+    if outlook is None or _is_short(outlook):
+        return None, None
+    return str(outlook), (outlook.waited is None, outlook.why)
+
+
+def _is_short(outlook: Outlook) -> bool:
+    return outlook.waited is not None and outlook.waited < _SHORT_WAIT_S

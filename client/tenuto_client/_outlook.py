@@ -1,0 +1,118 @@
+"""`Outlook`: what a job that nobody works on waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ._announce import ALIVE_S, ModelInfo, WorkerInfo, unpack_model, unpack_worker
+from ._records import JobState
+from ._redis import Connection
+from .keys import Keys
+
+EXACT_WAIT_S: Final = 30.0
+"""What workers wait by default (`--exact-wait`) before they take a job that began elsewhere."""
+
+_FIELDS: Final = ("state", "model", "worker", "tokens", "queued_at", "fingerprint", "reach")
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """A job that is queued, or that runs without a lease.
+
+    Attributes:
+        state: what is the case, in a few words.
+        why: what it waits for.
+        waited: for how many seconds, by Redis's clock; None is not known.
+    """
+
+    state: str
+    why: str
+    waited: float | None
+
+    def __str__(self) -> str:
+        waiting = "" if self.waited is None else f", waiting {self.waited:.0f} s"
+        return f"{self.state}{waiting}; {self.why}"
+
+
+async def look(connection: Connection, keys: Keys, job_id: str) -> Outlook | None:
+    """What the job waits for; None where it has ended, is gone, or a worker holds it.
+
+    Raises:
+        ServerUnavailable: the server does not answer.
+    """
+    values, has_lease, (seconds, _), workers = await connection.pipeline(
+        [
+            ("HMGET", keys.job(job_id), *_FIELDS),
+            ("EXISTS", keys.lease(job_id)),
+            ("TIME",),
+            ("HGETALL", keys.workers()),
+        ]
+    )
+    job = {k: v.decode() for k, v in zip(_FIELDS, values, strict=True) if v is not None}
+    known = [unpack_worker(name.decode(), value) for name, value in workers.items()]
+    if job.get("state") == JobState.QUEUED:
+        model = await connection.call("HGET", keys.models(), job["model"])
+        announced = None if model is None else unpack_model(job["model"], model)
+        return _queued(job, int(seconds), known, announced)
+    if job.get("state") == JobState.RUNNING and not has_lease:
+        return _lost(job, int(seconds), known)
+    return None
+
+
+async def without_lease(connection: Connection, keys: Keys, job_ids: Sequence[str]) -> list[str]:
+    """Which of these running jobs no worker holds."""
+    leases = await connection.pipeline([("EXISTS", keys.lease(each)) for each in job_ids])
+    return [each for each, has_lease in zip(job_ids, leases, strict=True) if not has_lease]
+
+
+def waits_for_its_own(
+    job: Mapping[str, str], now: float, workers: Sequence[WorkerInfo], model: ModelInfo | None
+) -> bool:
+    """Whether a queued job has begun, and is left to workers of its geometry and checkpoints.
+
+    Args:
+        job: `fingerprint`, `reach`, `queued_at` and `tokens` of its hash, where there are.
+        now: Redis's time, Unix seconds.
+        workers: those alive that serve its model.
+    """
+    if "fingerprint" not in job or now - float(job["queued_at"]) >= EXACT_WAIT_S:
+        return False
+    same = model is not None and model.fingerprint == job["fingerprint"]
+    near = job.get("tokens") == "0" or any(each.data_dir == job.get("reach") for each in workers)
+    return not (same and near)
+
+
+def _queued(
+    job: Mapping[str, str], now: int, known: Sequence[WorkerInfo], model: ModelInfo | None
+) -> Outlook:
+    workers = _serving(job["model"], now, known)
+    if not workers:
+        why = f"no worker serves {job['model']} (tenuto doctor)"
+    elif waits_for_its_own(job, now, workers, model):
+        why = (
+            f"it has begun, and waits up to {EXACT_WAIT_S:.0f} s (--exact-wait of the workers) "
+            "for a worker of its own geometry and checkpoints"
+        )
+    elif all(each.running >= each.slots for each in workers):
+        why = f"every slot for {job['model']} is taken"
+    else:
+        why = f"a worker of {job['model']} takes it soon"
+    return Outlook("queued", why, max(now - float(job["queued_at"]), 0.0))
+
+
+def _lost(job: Mapping[str, str], now: int, known: Sequence[WorkerInfo]) -> Outlook:
+    holder = next((each for each in known if each.name == job.get("worker")), None)
+    heard = ""
+    if holder is not None and now - holder.seen_at > ALIVE_S:
+        heard = f" (worker {holder.name} was last heard of {now - holder.seen_at:.0f} s ago)"
+    if _serving(job["model"], now, known):
+        why = "another one takes it over soon"
+    else:
+        why = f"the next worker that serves {job['model']} takes it over (tenuto doctor)"
+    return Outlook(f"no worker holds it{heard}", why, None)
+
+
+def _serving(model: str, now: int, known: Sequence[WorkerInfo]) -> list[WorkerInfo]:
+    return [each for each in known if model in each.models and now - each.seen_at <= ALIVE_S]
