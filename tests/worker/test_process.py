@@ -326,10 +326,30 @@ def test_a_broken_model_folder_ends_the_worker_with_2_and_names_the_folder(
     assert str(folder) in said
 
 
+@pytest.mark.parametrize("path", ["nowhere", "./no/where", "{}/nowhere"])
+def test_a_path_that_leads_nowhere_ends_the_worker_with_2_before_anything_is_made(
+    tmp_path: Path, path: str
+) -> None:
+    path = path.format(tmp_path)
+    said = _fails(tmp_path, "--model", f"m={path}", "--data-dir", str(tmp_path / "d"), code=2)
+
+    assert f"--model m: {path}: no such folder" in said
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_variable_that_is_no_number_is_named_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENUTO_SLOTS", "abc")
+    said = _fails(tmp_path, "--model", "m=org/x", "--data-dir", str(tmp_path / "d"), code=2)
+
+    assert "TENUTO_SLOTS: 'abc' is not a whole number" in said
+
+
 def test_no_redis_ends_the_worker_with_3_and_names_the_url(tmp_path: Path) -> None:
     url = f"unix://{tmp_path}/nobody"
     said = _fails(
-        tmp_path, "--model", "m=x", "--data-dir", str(tmp_path / "d"), "--redis", url, code=3
+        tmp_path, "--model", "m=org/x", "--data-dir", str(tmp_path / "d"), "--redis", url, code=3
     )
 
     assert url in said
@@ -341,7 +361,7 @@ def test_a_data_dir_that_cannot_be_made_ends_the_worker_with_2_and_names_it(
     (tmp_path / "file").write_text("")
     path = tmp_path / "file" / "data"
     said = _fails(
-        tmp_path, "--model", "m=x", "--data-dir", str(path), "--redis", common.url, code=2
+        tmp_path, "--model", "m=org/x", "--data-dir", str(path), "--redis", common.url, code=2
     )
 
     assert str(path.parent) in said

@@ -118,6 +118,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         # First what is wrong with the flags, before a folder is made or a server started.
         values = _values(args, os.environ)
         WorkerSettings(redis_url="", data_dir=settings.data_dir, **values)
+        refuse_missing(values["models"])
         identity = take_identity(settings.data_dir)
         url, embedded = _redis(settings)
         worker = WorkerSettings(
@@ -162,7 +163,8 @@ def _from_environment(knob: _Knob, environ: Mapping[str, str]) -> Any:
     try:
         return knob.kind(text)
     except ValueError:
-        raise ConfigError(variable, f"{text!r} is not a {knob.kind.__name__}") from None
+        kind = "a whole number" if knob.kind is int else "a number"
+        raise ConfigError(variable, f"{text!r} is not {kind}") from None
 
 
 def models(given: list[str]) -> dict[str, str]:
@@ -183,3 +185,19 @@ def models(given: list[str]) -> dict[str, str]:
         # Not every shell expands it after an equals sign.
         found[name] = str(Path(path).expanduser()) if path.startswith("~") else path
     return found
+
+
+def refuse_missing(models: Mapping[str, str]) -> None:
+    """Find what only a folder can be and is none. A repository is looked up when it is loaded.
+
+    Raises:
+        ConfigError: it names the model and the path.
+    """
+    for name, path in models.items():
+        is_a_path = path.startswith((".", "/", "~")) or path.count("/") != 1
+        if is_a_path and not Path(path).exists():
+            raise ConfigError(
+                f"--model {name}",
+                f"{path}: no such folder",
+                hint="give a model's folder, or a Hugging Face repository as org/name",
+            )
