@@ -86,6 +86,36 @@ def test_gc_removes_only_what_is_gone_and_a_dry_run_nothing(
     assert not (data_dir / "checkpoints" / job).exists()
 
 
+def test_an_object_a_line_is_as_compact_as_those_of_other_commands(
+    stopped: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoints", "list", "--json", "--data-dir", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith('{"type":"checkpoint","job":"')
+
+
+def test_without_an_action_the_actions_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints"]) == 2
+    assert "list, verify or gc" in capsys.readouterr().err
+
+
+def test_gc_says_that_there_is_nothing_to_do(
+    redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--redis", redis_url, "--data-dir", str(tmp_path)]
+    assert main(["checkpoints", "gc", *where]) == 0
+    assert capsys.readouterr().out == "nothing to remove\n"
+
+
+def test_gc_without_redis_is_exit_code_3_though_nothing_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"unix://{tmp_path}/nobody"
+    assert main(["checkpoints", "gc", "--redis", url, "--data-dir", str(tmp_path)]) == 3
+    said = capsys.readouterr().err
+    assert url in said
+    assert "start it, or set --redis" in said
+
+
 # -- doctor ----------------------------------------------------------------------------
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tenuto_client import Keys, ServerUnavailable, Settings
+from tenuto_client import InvalidRequest, Keys, ServerUnavailable, Settings
+from tenuto_client._lines import dump
 
 if TYPE_CHECKING:
     from tenuto_engine import StoredCheckpoint, StoredJob
@@ -34,13 +34,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("action", choices=("list", "verify", "gc"))
+    parser.add_argument("action", nargs="?", choices=("list", "verify", "gc"))
     parser.add_argument("job", nargs="?", help="of this job only (list and verify)")
     parser.add_argument("--dry-run", action="store_true", help="gc: only say what would be removed")
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Returns the exit code."""
+    if args.action is None:
+        raise InvalidRequest("action", "which one?", hint="list, verify or gc; --help tells more")
     from tenuto_engine import CheckpointError
 
     action = {"list": _list, "verify": _verify, "gc": _gc}[args.action]
@@ -83,12 +85,14 @@ def _verify(args: argparse.Namespace, settings: Settings) -> int:
 def _gc(args: argparse.Namespace, settings: Settings) -> int:
     import redis
 
+    from tenuto_worker._errors import RedisUnavailable
     from tenuto_worker._housekeeper import collect
-    from tenuto_worker._redis import connect
+    from tenuto_worker._redis import connect, reach
 
     url = _url(settings)
     client = connect(url)
     try:
+        reach(client, url)
         removed = collect(
             _root(settings),
             client,
@@ -96,13 +100,19 @@ def _gc(args: argparse.Namespace, settings: Settings) -> int:
             lambda job: False,
             dry_run=args.dry_run,
         )
+    except RedisUnavailable as error:
+        raise ServerUnavailable(str(error)) from error
     except redis.RedisError as error:
-        raise ServerUnavailable(f"no Redis answers: {error}") from error
+        raise ServerUnavailable(
+            f"Redis failed: {error}", hint="tenuto doctor looks for the cause"
+        ) from error
     finally:
         client.close()
     word = "would be removed" if args.dry_run else "removed"
     for job in removed:
         _say(args, {"type": "removed", "job": job, "dry_run": args.dry_run}, f"{job}  {word}")
+    if not removed and not args.json:
+        sys.stdout.write("nothing to remove\n")
     return 0
 
 
@@ -148,4 +158,4 @@ def _row(facts: dict[str, Any]) -> str:
 
 
 def _say(args: argparse.Namespace, facts: dict[str, Any], text: str) -> None:
-    print(json.dumps(facts) if args.json else text)  # noqa: T201
+    sys.stdout.write(dump(facts) if args.json else text + "\n")
