@@ -30,3 +30,8 @@ class Finding:
     subject: str
     says: str
     fix: str | None = None
+
+
+def count(number: int, noun: str) -> str:
+    """`1 job`, `2 jobs`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
-import os
+import errno
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from ._announce import ALIVE_S, WorkerInfo, unpack_worker
+from ._announce import ALIVE_S, ModelInfo, WorkerInfo, unpack_model, unpack_worker
 from ._config import Settings
 from ._errors import ServerUnavailable, TenutoError
-from ._findings import Finding, Level
+from ._findings import Finding, Level, count
+from ._outlook import EXACT_WAIT_S, waits_for_its_own, without_lease
 from ._redis import Connection, address_of
 from ._server import find_server
+from ._server_home import FULL_DISK_BYTES, ServerHome
 from .keys import Keys
 
 _LOW_DISK: Final = 1 << 30
 _NO_DISK: Final = 100 << 20
 _OLDEST: Final = (6, 2)
 _MOST_RUNNING: Final = 10_000
+_MOST_WAITING: Final = 63
 
 
 def check_data_dir(settings: Settings) -> Iterator[Finding]:
     """Whether the data dir can be made and written, and has room."""
     folder = settings.data_dir
     existing = next((each for each in (folder, *folder.parents) if each.exists()), Path("/"))
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+    if (reason := _why_not_writable(existing)) is not None:
         yield Finding(
             Level.PROBLEM,
             "data dir",
-            f"{folder} cannot be {'written' if existing == folder else 'made'}",
+            f"{folder} cannot be {'written' if existing == folder else 'made'}: {reason}",
             f"chmod u+rwx {existing}   or name another: --data-dir, TENUTO_DATA_DIR",
         )
         return
@@ -39,7 +43,26 @@ def check_data_dir(settings: Settings) -> Iterator[Finding]:
     free = shutil.disk_usage(existing).free
     level = Level.PROBLEM if free < _NO_DISK else Level.WARNING if free < _LOW_DISK else Level.OK
     fix = None if level is Level.OK else f"df -h {existing}   and make room for checkpoints"
-    yield Finding(level, "disk", f"{free / (1 << 30):.1f} GiB free", fix)
+    yield Finding(level, "disk", f"{_size(free)} free", fix)
+
+
+def _why_not_writable(folder: Path) -> str | None:
+    """Tried, since permissions are not all: some file systems refuse even root.
+
+    A full disk is another finding.
+    """
+    try:
+        Path(tempfile.mkdtemp(prefix=".tenuto-", dir=folder)).rmdir()
+    except OSError as error:
+        return None if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
+    return None
+
+
+def _size(nbytes: int) -> str:
+    for unit, shift in (("GiB", 30), ("MiB", 20)):
+        if nbytes >= 1 << shift:
+            return f"{nbytes / (1 << shift):.1f} {unit}"
+    return f"{nbytes / 1024:.1f} KiB"
 
 
 async def check_server(settings: Settings) -> list[Finding]:
@@ -49,8 +72,7 @@ async def check_server(settings: Settings) -> list[Finding]:
     except TenutoError as error:
         return [Finding(Level.PROBLEM, "server", error.message, error.hint)]
     if url is None:
-        says = "the embedded server does not run; it starts with the first submit or worker"
-        return [Finding(Level.OK, "server", says)]
+        return [_idle_server(settings.data_dir)]
     connection = Connection(url, settings.data_dir, retry_for=0)
     try:
         return await _look(connection, url, Keys(settings.namespace))
@@ -59,6 +81,15 @@ async def check_server(settings: Settings) -> list[Finding]:
         return [Finding(Level.PROBLEM, "server", error.message, f"{fix} ping   tells more")]
     finally:
         await connection.close()
+
+
+def _idle_server(data_dir: Path) -> Finding:
+    says = "the embedded server does not run"
+    home = ServerHome.of(data_dir)
+    if home.folder.exists() and shutil.disk_usage(home.folder).free < FULL_DISK_BYTES:
+        fix = f"make room on the disk, but leave {home.folder / 'aof'} alone: it holds the jobs"
+        return Finding(Level.PROBLEM, "server", f"{says}, and cannot: its disk is full", fix)
+    return Finding(Level.OK, "server", f"{says}; it starts with the first submit or worker")
 
 
 async def _look(connection: Connection, url: str, keys: Keys) -> list[Finding]:
@@ -159,7 +190,7 @@ async def _workers(connection: Connection, keys: Keys) -> list[WorkerInfo]:
 def _worker_findings(workers: list[WorkerInfo]) -> Iterator[Finding]:
     if not workers:
         fix = "tenuto worker --model NAME=PATH_OR_REPO"
-        yield Finding(Level.WARNING, "workers", "none is alive; jobs wait", fix)
+        yield Finding(Level.WARNING, "workers", "none is alive, so no job runs", fix)
     for worker in workers:
         device = f" on {worker.device}" if worker.device else ""
         yield Finding(
@@ -171,32 +202,58 @@ def _worker_findings(workers: list[WorkerInfo]) -> Iterator[Finding]:
 
 
 async def _queues(connection: Connection, keys: Keys, workers: list[WorkerInfo]) -> list[Finding]:
-    served = {model for worker in workers for model in worker.models}
     findings = []
-    for name in sorted(await connection.call("HKEYS", keys.models())):
-        model = name.decode()
-        lanes = await connection.call("ZRANGE", keys.queue(model), 0, -1)
-        lengths = await connection.pipeline(
-            [("ZCARD", keys.lane(model, lane.decode())) for lane in lanes]
-        )
-        if not (queued := sum(lengths)):
+    for name, packed in sorted((await connection.call("HGETALL", keys.models())).items()):
+        model = unpack_model(name.decode(), packed)
+        lanes = await connection.call("ZRANGE", keys.queue(model.name), 0, -1)
+        names = [keys.lane(model.name, lane.decode()) for lane in lanes]
+        queued = sum(await connection.pipeline([("ZCARD", each) for each in names]))
+        if not queued:
             continue
-        if model in served:
-            findings.append(Finding(Level.OK, "queue", f"{model}: {queued} jobs wait"))
+        says = f"{model.name}: {count(queued, 'job')} {'waits' if queued == 1 else 'wait'}"
+        if serving := [worker for worker in workers if model.name in worker.models]:
+            says += await _held_back(connection, keys, names, serving, model)
+            findings.append(Finding(Level.OK, "queue", says))
         else:
-            says = f"{model}: {queued} jobs wait, and no worker serves it"
-            fix = f"tenuto worker --model {model}=PATH_OR_REPO"
+            says = f"{says}, and no worker serves it"
+            fix = f"tenuto worker --model {model.name}=PATH_OR_REPO"
             findings.append(Finding(Level.PROBLEM, "queue", says, fix))
     return findings
 
 
+async def _held_back(
+    connection: Connection,
+    keys: Keys,
+    lanes: list[str],
+    workers: list[WorkerInfo],
+    model: ModelInfo,
+) -> str:
+    """What to add when jobs wait for workers of their own, though others have free slots."""
+    fields = ("fingerprint", "reach", "queued_at", "tokens")
+    ids = await connection.pipeline([("ZRANGE", lane, 0, _MOST_WAITING) for lane in lanes])
+    (seconds, _), *found = await connection.pipeline(
+        [("TIME",)] + [("HMGET", keys.job(i.decode()), *fields) for lane in ids for i in lane]
+    )
+    jobs = [
+        {name: value.decode() for name, value in zip(fields, values, strict=True) if value}
+        for values in found
+    ]
+    held = sum(waits_for_its_own(job, int(seconds), workers, model) for job in jobs)
+    if not held:
+        return ""
+    return (
+        f", {held} of them up to {EXACT_WAIT_S:.0f} s (--exact-wait) for a worker of its own "
+        "geometry and checkpoints"
+    )
+
+
 async def _running(connection: Connection, keys: Keys, workers: list[WorkerInfo]) -> list[Finding]:
     ids = [i.decode() for i in await connection.call("ZRANGE", keys.running(), 0, _MOST_RUNNING)]
-    leases = await connection.pipeline([("EXISTS", keys.lease(job_id)) for job_id in ids])
-    lost = [job_id for job_id, has_lease in zip(ids, leases, strict=True) if not has_lease]
+    lost = await without_lease(connection, keys, ids)
     if not lost:
-        return [Finding(Level.OK, "jobs", f"{len(ids)} run")]
-    says = f"{len(lost)} of {len(ids)} running jobs have no lease: {', '.join(lost[:3])}"
+        return [Finding(Level.OK, "jobs", f"{len(ids) or 'none'} running")]
+    has = "has" if len(lost) == 1 else "have"
+    says = f"{len(lost)} of {count(len(ids), 'running job')} {has} no lease: {', '.join(lost[:3])}"
     if workers:
         return [Finding(Level.WARNING, "jobs", f"{says}; a worker will take them over")]
     fix = "tenuto worker --model NAME=PATH_OR_REPO   takes them over"

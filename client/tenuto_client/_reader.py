@@ -8,14 +8,13 @@ from typing import Any, Final
 
 from ._backend import Event
 from ._errors import JobGone, ProtocolError, ServerUnavailable
-from ._records import EndEvent, JobState, ProgressEvent, StateEvent, Token
+from ._records import QUIET_PHASES, EndEvent, JobState, ProgressEvent, StateEvent, Token
 from ._redis import Backoff, Connection
-from ._wire import unpack_entry
+from ._wire import is_token_id, unpack_entry
 from .keys import Keys
 
 _BLOCK_MS: Final = 1000
 _COUNT: Final = 500
-_QUIET_PHASES: Final = ("loading", "restore", "prefill", "catch-up")
 
 RawEntry = tuple[bytes, Mapping[bytes, bytes]]
 
@@ -134,7 +133,7 @@ class StreamReader:
             raise JobGone(self._job_id)
         if JobState(state.decode()).is_over:
             return await self._find_end()
-        if phase is None or phase.decode() not in _QUIET_PHASES:
+        if phase is None or phase.decode() not in QUIET_PHASES or is_token_id(self._cursor):
             return []
         progress = ProgressEvent(phase.decode(), int(done), int(total))
         if progress == self._last_progress:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
+
+QUIET_PHASES: Final = ("loading", "restore", "prefill", "catch-up")
+"""Work of an attempt before its first token."""
 
 
 class JobState(StrEnum):

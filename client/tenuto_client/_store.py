@@ -7,6 +7,7 @@ import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Final, cast
 
@@ -23,10 +24,11 @@ from ._errors import (
     UnknownModel,
 )
 from ._reader import StreamReader
-from ._records import JobRecord, JobState
+from ._records import QUIET_PHASES, JobRecord, JobState
 from ._redis import Connection
 from ._scripts import source, ticket_payload
 from ._spec import JobSpec, Request, pack_spec
+from ._wire import is_token_id
 from .keys import Keys
 
 _FIELDS: Final = (
@@ -85,10 +87,15 @@ class JobStore:
 
     async def status(self, job_id: str) -> JobRecord:
         """The job as it is."""
-        values = await self._redis.call("HMGET", self._keys.job(job_id), *_FIELDS)
+        values, last = await self._redis.pipeline(
+            [
+                ("HMGET", self._keys.job(job_id), *_FIELDS),
+                ("XREVRANGE", self._keys.stream(job_id), "+", "-", "COUNT", 1),
+            ]
+        )
         if values[0] is None:
             raise JobGone(job_id)
-        return _record(values)
+        return _without_past_phase(_record(values), last[0][0] if last else b"0-0")
 
     async def cancel(self, job_id: str) -> JobRecord:
         """Ask for a stop."""
@@ -276,6 +283,14 @@ def _script(name: str) -> tuple[str, str]:
 
 def _pairs(reply: Mapping[bytes, bytes]) -> list[tuple[bytes, bytes]]:
     return list(reply.items())
+
+
+def _without_past_phase(record: JobRecord, last_entry: bytes) -> JobRecord:
+    """Workers tell their progress now and then, and after its first token an attempt prefills no
+    more: nothing but tokens follows the event that it runs."""
+    if record.phase in QUIET_PHASES and is_token_id(last_entry):
+        return replace(record, phase=None, phase_done=None, phase_total=None)
+    return record
 
 
 def _record(values: Sequence[bytes | None]) -> JobRecord:

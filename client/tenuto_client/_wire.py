@@ -82,6 +82,12 @@ def unpack_entry(entry_id: str, fields: Mapping[bytes, bytes]) -> Entry:
     raise ProtocolError(f"stream entry {entry_id} has neither tokens nor an event")
 
 
+def is_token_id(entry_id: bytes) -> bool:
+    """Whether the entry of this id holds tokens; `0-0` is none's."""
+    index, _, place = entry_id.partition(b"-")
+    return place == b"0" and index != b"0"
+
+
 def index_of(entry_id: str) -> int:
     """The token index in a stream id."""
     return int(entry_id.partition("-")[0])

@@ -446,7 +446,7 @@ def test_doctor_finds_work_that_nobody_does(
     assert attempt.job_id == first
     raw.delete(keys.lease(first), keys.workers())
     found = {line["subject"]: line for line in lines(tenuto("doctor", "--json", code=1))}
-    assert "1 jobs wait, and no worker serves it" in found["queue"]["says"]
+    assert "1 job waits, and no worker serves it" in found["queue"]["says"]
     assert "tenuto worker --model m=" in found["queue"]["fix"]
     assert first in found["jobs"]["says"]
 
@@ -495,3 +495,85 @@ def test_a_data_dir_that_cannot_be_made_is_exit_2_and_named(tmp_path: Path) -> N
 def test_the_script_itself_is_installed() -> None:
     script = Path(sys.executable).with_name("tenuto")
     assert subprocess.run([script, "--version"], capture_output=True, check=True).stdout
+
+
+def fields_of(tenuto: Tenuto, job_id: str) -> dict[str, str]:
+    """What `status` prints, by its first column."""
+    rows = tenuto("status", job_id).stdout.splitlines()
+    return {row[:14].strip(): row[14:] for row in rows}
+
+
+def test_status_and_list_say_when_no_worker_holds_a_running_job(
+    tenuto: Tenuto, worker: RawWorker, raw: Any, keys: Keys
+) -> None:
+    job_id = tenuto("submit", "m", "hi").stdout.strip()
+    worker.claim()
+    assert "now" not in fields_of(tenuto, job_id)
+    assert tenuto("list").stderr == ""
+    raw.delete(keys.lease(job_id), keys.workers())
+    assert fields_of(tenuto, job_id)["now"].startswith("no worker holds it; the next worker")
+    assert f"{job_id} runs without a worker" in tenuto("list").stderr
+
+
+def test_status_of_a_job_handed_back_does_not_read_as_if_somebody_had_it(
+    tenuto: Tenuto, worker: RawWorker
+) -> None:
+    job_id = tenuto("submit", "m", "hi").stdout.strip()
+    worker.claim().call("release", "drain", "")
+    found = fields_of(tenuto, job_id)
+    assert found["attempt"] == "2, waits for a worker; 1 attempt before it"
+    assert "worker" not in found
+    assert found["last worker"] == "raw-1"
+    assert found["now"].startswith("queued, waiting ")
+
+
+def test_a_job_that_began_says_that_it_waits_for_its_own_geometry_and_checkpoints(
+    tenuto: Tenuto, worker: RawWorker, raw: Any, keys: Keys
+) -> None:
+    job_id = tenuto("submit", "m", "hi").stdout.strip()
+    attempt = worker.claim()
+    attempt.publish(1, 2)
+    attempt.call("release", "drain", "")
+    said = "waits up to 30 s (--exact-wait of the workers) for a worker of its own geometry"
+    assert said in fields_of(tenuto, job_id)["now"]
+    found = {line["subject"]: line for line in lines(tenuto("doctor", "--json"))}
+    assert found["queue"]["level"] == "ok"
+    assert found["queue"]["says"] == (
+        "m: 1 job waits, 1 of them up to 30 s (--exact-wait) for a worker of its own "
+        "geometry and checkpoints"
+    )
+    raw.hset(keys.job(job_id), "queued_at", "0")
+    assert said not in fields_of(tenuto, job_id)["now"]
+
+
+def test_a_phase_before_the_first_token_is_shown_only_until_then(
+    tenuto: Tenuto, worker: RawWorker
+) -> None:
+    job_id = tenuto("submit", "m", "hi").stdout.strip()
+    attempt = worker.claim()
+    attempt.renew("prefill", 1, 33)
+    assert fields_of(tenuto, job_id)["progress"] == "prefill 1 of 33"
+    attempt.publish(1, 2)
+    # A worker tells the progress now and then: this is how things stood before the tokens.
+    attempt.renew("prefill", 2, 33)
+    assert "progress" not in fields_of(tenuto, job_id)
+    (record,) = lines(tenuto("status", job_id, "--json"))
+    assert "phase" not in record
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a folder that refuses even root")
+def test_doctor_tries_whether_the_data_dir_can_be_made(redis_url: str, namespace: str) -> None:
+    tenuto = Tenuto(redis_url, namespace, Path("/proc/nope"))
+    found = {line["subject"]: line for line in lines(tenuto("doctor", "--json", code=1))}
+    assert found["data dir"]["level"] == "problem"
+    assert found["data dir"]["says"].startswith("/proc/nope cannot be made: ")
+    assert "disk" not in found
+
+
+def test_doctor_leaves_nothing_behind(tenuto: Tenuto, tmp_path: Path) -> None:
+    tenuto("doctor")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_state_that_there_is_not_is_answered_with_those_that_there_are(tenuto: Tenuto) -> None:
+    assert "(choose from 'queued', 'running'" in tenuto("list", "--state", "x", code=2).stderr

@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +32,8 @@ from tenuto_client import (
     StateEvent,
     Token,
 )
+from tenuto_client._reader import StreamReader
+from tenuto_client._redis import Connection
 
 
 async def take(job: Job, after: int, count: int) -> list[Token]:
@@ -459,3 +462,22 @@ def _count(events: list[Event]) -> int:
 
 async def _until(condition: Any) -> None:
     await asyncio.to_thread(poll, condition)
+
+
+async def test_a_phase_before_the_first_token_is_not_told_after_it(
+    running: tuple[Job, Attempt], redis_url: str, keys: Keys, tmp_path: Path
+) -> None:
+    job, attempt = running
+    connection = Connection(redis_url, tmp_path, retry_for=0)
+    try:
+        reader = StreamReader(connection, keys, job.id, 0, None)
+        await reader._next()
+        attempt.renew("prefill", 1, 33)
+        assert await reader._next() == [ProgressEvent("prefill", 1, 33)]
+        attempt.publish(1, 2)
+        attempt.renew("prefill", 2, 33)
+        assert await reader._next() == story(1, 2)
+        assert await reader._next() == []
+        assert await StreamReader(connection, keys, job.id, 2, None)._next() == []
+    finally:
+        await connection.close()

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
+from typing import TypeVar
 
 from tenuto_client import _lines as lines
 from tenuto_client._config import Settings
 from tenuto_client._records import JobRecord
+from tenuto_client._redis import Connection
 from tenuto_client._sync import SyncClient, SyncJob
+from tenuto_client.keys import Keys
+
+_T = TypeVar("_T")
 
 
 def add_job(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +43,19 @@ def with_job(
     if args.json:
         out(lines.record_line(record))
     return record
+
+
+def ask(settings: Settings, question: Callable[[Connection, Keys], Awaitable[_T]]) -> _T:
+    """What the server itself says."""
+
+    async def answer() -> _T:
+        connection = Connection(settings.redis_url, settings.data_dir, retry_for=0)
+        try:
+            return await question(connection, Keys(settings.namespace))
+        finally:
+            await connection.close()
+
+    return asyncio.run(answer())
 
 
 def when(seconds: float | None) -> str:

@@ -18,7 +18,11 @@ from ._shared import out
 HELP = "Look at server, workers, jobs and disk, and say what is wrong and what mends it."
 
 GROUP = "tenuto.doctor"
-_EPILOG = "exit codes: 0 no problem (there may be warnings), 1 a problem"
+_EPILOG = """\
+It does not read checkpoints through; `tenuto checkpoints verify` finds damaged ones.
+
+exit codes: 0 no problem (there may be warnings), 1 a problem
+"""
 _MARKS = {Level.OK: "ok", Level.WARNING: "WARNING", Level.PROBLEM: "PROBLEM"}
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 
 from tenuto_client import _lines as lines
+from tenuto_client._command import complain
 from tenuto_client._config import Settings
+from tenuto_client._outlook import without_lease
 from tenuto_client._records import JobRecord, JobState
 
-from ._shared import open_client, out, when
+from ._shared import ask, open_client, out, when
 
 HELP = "List jobs, newest first."
 
@@ -39,7 +41,16 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         out("".join(map(lines.record_line, jobs)))
     else:
         out(_HEAD + "".join(map(_row, jobs)))
+        _name_lost(settings, [job.id for job in jobs if job.state is JobState.RUNNING])
     return 0
+
+
+def _name_lost(settings: Settings, running: list[str]) -> None:
+    if lost := ask(settings, lambda connection, keys: without_lease(connection, keys, running)):
+        runs = "runs" if len(lost) == 1 else "run"
+        complain(
+            f"{', '.join(lost)} {runs} without a worker; the next one takes over (tenuto doctor)"
+        )
 
 
 def _row(job: JobRecord) -> str:
