@@ -8,13 +8,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import redis
 
-from tenuto_client import EndEvent, JobState, Settings, TenutoError, Token, Usage
+from tenuto_client import EndEvent, JobState, ServerUnavailable, Settings, Token, Usage
 from tenuto_client._progress import Progress
 from tenuto_client._server import find_server
 from tenuto_worker._commands._demo_home import DemoHome
@@ -143,9 +144,29 @@ def test_only_one_demo_runs_in_a_folder(tmp_path: Path) -> None:
     settings = Settings.load(data_dir=tmp_path)
     first = DemoHome(settings)
     first.open()
-    with pytest.raises(TenutoError, match="another demo is running"):
-        DemoHome(settings).open()
+    code, out, err = finish(start(tmp_path))
     first.close(keep=False)
+    assert (code, out) == (1, ""), "no story begins"
+    assert "another demo is running" in err
+    assert "a --data-dir of its own" in err
+
+
+def test_a_redis_of_ones_own_is_named_without_its_password(tmp_path: Path) -> None:
+    url = "redis://me:sesame@host:1/2"
+    home = DemoHome(Settings.load(redis_url=url, data_dir=tmp_path))
+    says = f"your own Redis, redis://me:***@host:1/2, namespace {home.namespace}"
+    assert home.server == says
+
+
+def test_a_redis_of_ones_own_that_is_away_is_exit_code_3_and_no_log_under_the_story(
+    tmp_path: Path,
+) -> None:
+    url = f"unix://{tmp_path}/nobody"
+    home = DemoHome(Settings.load(redis_url=url, data_dir=tmp_path))
+    home.open()
+    with pytest.raises(ServerUnavailable, match=f"no Redis at {url}"):
+        home.start_server()
+    home.close(keep=False)
 
 
 def test_without_the_model_package_it_says_what_to_type(tmp_path: Path) -> None:
@@ -241,6 +262,18 @@ def shown(pieces: list[str]) -> list[str]:
         paragraph.add(piece, index)
     paragraph.close()
     return out.getvalue().splitlines()
+
+
+def test_where_there_is_no_terminal_a_long_wait_is_a_line_every_ten_seconds() -> None:
+    out = io.StringIO()
+    screen = Screen(out)
+    began = time.monotonic()
+    screen.wait("the model reads the prompt", began)
+    assert out.getvalue() == ""
+    screen._spoke -= 11
+    screen.wait("the model reads the prompt", began - 11)
+    screen.wait("the model reads the prompt", began - 11)
+    assert out.getvalue().strip() == "the model reads the prompt, 11 s"
 
 
 def test_streamed_text_is_wrapped_between_words_and_keeps_them_all(

@@ -13,7 +13,9 @@ import secrets
 import shutil
 from pathlib import Path
 
-from tenuto_client import DataDirError, Settings, TenutoError
+from tenuto_client import DataDirError, ServerUnavailable, Settings, TenutoError
+from tenuto_worker._errors import RedisUnavailable
+from tenuto_worker._logging import redacted
 
 MODEL = "SmolLM2-135M-Instruct"
 
@@ -55,11 +57,33 @@ class DemoHome:
                 hint="choose a folder of your own with --data-dir or TENUTO_DATA_DIR",
             ) from error
 
+    @property
+    def server(self) -> str:
+        """Which one it is, for people."""
+        if self.redis_url is None:
+            return "Valkey, embedded"
+        return f"your own Redis, {redacted(self.redis_url)}, namespace {self.namespace}"
+
     def start_server(self) -> str:
-        """Start the embedded server, unless the user has one; the URL."""
+        """Start the embedded server, or find that the user's answers; the URL.
+
+        Raises:
+            ServerUnavailable: it does not.
+        """
         from tenuto_client._server import ensure_server
 
-        return self.redis_url or ensure_server(self.folder)
+        if self.redis_url is None:
+            return ensure_server(self.folder)
+        from tenuto_worker._redis import connect, reach
+
+        client = connect(self.redis_url)
+        try:
+            reach(client, self.redis_url)
+        except RedisUnavailable as error:
+            raise ServerUnavailable(str(error)) from error
+        finally:
+            client.close()
+        return self.redis_url
 
     def close(self, *, keep: bool) -> None:
         """Stop the server, and remove all but the model; with `keep`, leave the files."""
@@ -80,7 +104,8 @@ class DemoHome:
         except BlockingIOError:
             os.close(descriptor)
             raise TenutoError(
-                f"another demo is running in {self._base}", hint="or give this one --data-dir"
+                f"another demo is running in {self._base}",
+                hint="wait for its end, or give this one a --data-dir of its own",
             ) from None
         self._lock = descriptor
 

@@ -14,6 +14,7 @@ from tenuto_client._progress import Progress
 
 _MARGIN = " " * 11
 _WIDEST = 96
+_QUIET_S = 10.0
 _PIECES = re.compile(r"\S+|\n|[^\S\n]+")
 _ERASE_LINE = "\r\x1b[K"
 
@@ -31,7 +32,7 @@ class Style(StrEnum):
 class Screen:
     """Writes lines with the time since it was made, text as it streams, and a line that waits.
 
-    Colour and the waiting line appear on a terminal only; `NO_COLOR` is obeyed.
+    Colour and the line that changes appear on a terminal only; `NO_COLOR` is obeyed.
     """
 
     def __init__(self, out: TextIO) -> None:
@@ -40,6 +41,7 @@ class Screen:
         self._colours = self._live and not os.environ.get("NO_COLOR")
         self._width = max(40, min(shutil.get_terminal_size().columns, _WIDEST))
         self._began = time.monotonic()
+        self._spoke = self._began
         self._is_waiting = False
         self._paragraph: Paragraph | None = None
 
@@ -62,12 +64,18 @@ class Screen:
 
     def wait(self, what: str, since: float) -> None:
         """On a terminal: say what is waited for, and for how long, until something else is said.
+        Elsewhere: say it after ten seconds in which nothing was.
 
         While text streams there is a line of its own for that.
         """
-        if not self._live or self._paragraph is not None:
+        if self._paragraph is not None:
             return
-        line = f"{_MARGIN}{what}, {time.monotonic() - since:.0f} s"
+        now = time.monotonic()
+        line = f"{_MARGIN}{what}, {now - since:.0f} s"
+        if not self._live:
+            if now - self._spoke >= _QUIET_S:
+                self._write(line + "\n")
+            return
         self._write(_ERASE_LINE + self.styled(line[: self._width], Style.DIM))
         self._is_waiting = True
 
@@ -100,6 +108,7 @@ class Screen:
             self._paragraph = None
 
     def _write(self, text: str) -> None:
+        self._spoke = time.monotonic()
         self._out.write(text)
         self._out.flush()
 

