@@ -129,7 +129,29 @@ def test_doctor_names_the_device_and_counts_checkpoints(stopped: tuple[str, Path
 
     assert found["device"].level is Level.OK
     assert "mlx-lm" in found["device"].says
-    assert found["checkpoints"].says.startswith("1 jobs")
+    assert found["checkpoints"].says.startswith("1 job, ")
+
+
+def test_doctor_counts_files_that_are_plainly_damaged(stopped: tuple[str, Path]) -> None:
+    job, data_dir = stopped
+    newest = max((data_dir / "checkpoints" / job).glob("*.ckpt"))
+    newest.write_bytes(newest.read_bytes()[:10])
+    found = _found(data_dir)["checkpoints"]
+
+    assert found.level is Level.WARNING
+    assert found.says.endswith("damaged: 1")
+    assert "tenuto checkpoints verify" in str(found.fix)
+
+
+def test_doctor_advises_no_collection_where_nothing_can_be_collected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.setattr("tenuto_worker._doctor._LITTLE_DISK", 2**80)
+    found = _found(tmp_path)["checkpoints"]
+
+    assert found.level is Level.OK
+    assert found.says.startswith("no jobs, 0 MiB")
 
 
 def test_doctor_names_a_model_folder_that_is_missing(

@@ -73,10 +73,22 @@ def _disk(data_dir: Path) -> Iterator[Finding]:
     from tenuto_engine import list_jobs
 
     jobs = list_jobs(root)
-    used = sum(job.nbytes for job in jobs) / 2**20
+    used = sum(job.nbytes for job in jobs)
     free = shutil.disk_usage(root).free
-    says = f"{len(jobs)} jobs, {used:.0f} MiB in {root}, {free / 2**30:.1f} GiB free"
-    if free < _LITTLE_DISK:
-        yield Finding(Level.WARNING, "checkpoints", says, "free some disk: tenuto checkpoints gc")
+    count = "1 job" if len(jobs) == 1 else f"{len(jobs) or 'no'} jobs"
+    says = f"{count}, {_size(used)} in {root}, {_size(free)} free"
+    damaged = sum(stored.damage is not None for job in jobs for stored in job.checkpoints)
+    if damaged:
+        says = f"{says}; damaged: {damaged}"
+        fix = "tenuto checkpoints verify names them; jobs go on from older ones or the stream"
+        yield Finding(Level.WARNING, "checkpoints", says, fix)
+    elif jobs and free < _LITTLE_DISK:
+        fix = "free some disk: tenuto checkpoints gc, for jobs completed or gone"
+        yield Finding(Level.WARNING, "checkpoints", says, fix)
     else:
+        # With none, a full disk is the finding of the data dir alone.
         yield Finding(Level.OK, "checkpoints", says)
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
