@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from importlib.metadata import entry_points, version
-from typing import Final, Protocol
+from typing import Final, NoReturn, Protocol
 
 from ._config import Settings
 from ._errors import (
@@ -48,8 +48,11 @@ again; whatever dies in between, it goes on where it was.
 First steps:
   tenuto worker --model NAME=PATH_OR_REPO    serve a model (leave it running)
   tenuto submit NAME 'Write a story.' --watch
-
+{absent}
 Commands:
+"""
+_WORKER_ABSENT: Final = """
+This is the client alone: `tenuto worker` and `tenuto demo` come with the package tenuto-worker.
 """
 _ENDING: Final = """
 `tenuto COMMAND --help` tells more. Without a Redis URL (--redis or TENUTO_REDIS_URL) all
@@ -60,6 +63,9 @@ Exit codes: 0 done, 1 the job failed or was cancelled, 2 usage, 3 server not rea
 """
 _CONNECTION_HELP: Final = """where the jobs are (else TENUTO_REDIS_URL, TENUTO_NAMESPACE and
 TENUTO_DATA_DIR)"""
+
+
+_ELSEWHERE: Final = dict.fromkeys(("worker", "demo", "checkpoints"), "tenuto-worker")
 
 
 class Command(Protocol):
@@ -128,8 +134,7 @@ def _dispatch(argv: list[str]) -> int:
     if name not in commands:
         return _unknown(name, list(commands))
     command = commands[name]()
-    parser = _parser(name, command)
-    args = parser.parse_args(rest)
+    args = _parse(_parser(name, command), rest)
     settings = Settings.load(redis_url=args.redis, namespace=args.namespace, data_dir=args.data_dir)
     return command.run(args, settings)
 
@@ -148,7 +153,7 @@ def _our_command(name: str) -> Command:
 
 
 def _parser(name: str, command: Command) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=f"tenuto {name}",
         description=command.HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -165,14 +170,45 @@ def _parser(name: str, command: Command) -> argparse.ArgumentParser:
     return parser
 
 
+class _Parser(argparse.ArgumentParser):
+    """One line for a mistake, instead of all that might be typed."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"{self.prog}: {message} ({self.prog} --help)\n")
+
+
+def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespace:
+    """The arguments; options may stand between them, and what follows `--` is no option."""
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        # An optional argument that stands apart from those before it is found only so.
+        args, unknown = parser.parse_known_intermixed_args(argv)
+    if unknown:
+        parser.error(_unknown_argument(unknown[0], parser))
+    return args
+
+
+def _unknown_argument(given: str, parser: argparse.ArgumentParser) -> str:
+    name = given.partition("=")[0]
+    if not name.startswith("-"):
+        return f"one argument too many: {given!r}; quote a text that has spaces"
+    known = [option for action in parser._actions for option in action.option_strings]
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"no such option: {name}" + (f"; did you mean {close[0]}?" if close else "")
+
+
 def _help(commands: Mapping[str, Callable[[], Command]], *, asked_for: bool) -> int:
     lines = "".join(f"  {name:<13}{load().HELP}\n" for name, load in commands.items())
     out = sys.stdout if asked_for else sys.stderr
-    out.write(_INTRODUCTION + lines + _ENDING)
+    absent = "" if "worker" in commands else _WORKER_ABSENT
+    out.write(_INTRODUCTION.format(absent=absent) + lines + _ENDING)
     return 0 if asked_for else USAGE
 
 
 def _unknown(name: str, known: list[str]) -> int:
+    if (package := _ELSEWHERE.get(name)) is not None:
+        complain(f"{name} comes with the package {package}, which is not installed here")
+        return USAGE
     close = difflib.get_close_matches(name, known, n=1)
     guess = f"did you mean {close[0]}?" if close else "tenuto --help lists them"
     complain(f"no such command: {name} ({guess})")

@@ -20,6 +20,7 @@ Every error has a `hint`, what to do about it, where there is one; `str()` shows
 
 from __future__ import annotations
 
+import difflib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -51,10 +52,18 @@ class UnknownModel(InvalidRequest):
 
     def __init__(self, model: str, known: list[str]) -> None:
         names = ", ".join(sorted(known)) or "none yet"
+        close = difflib.get_close_matches(model, known, n=1)
+        if close:
+            hint = f"did you mean {close[0]}?"
+        else:
+            hint = (
+                f"start one: tenuto worker --model {model}=PATH_OR_REPO; "
+                "one that is starting says when it is ready"
+            )
         super().__init__(
             "model",
             f"no worker has ever announced {model!r}; known: {names}",
-            hint=f"start one: tenuto worker --model {model}=PATH_OR_REPO",
+            hint=hint,
         )
         self.model = model
         self.known = known

@@ -577,3 +577,63 @@ def test_doctor_leaves_nothing_behind(tenuto: Tenuto, tmp_path: Path) -> None:
 
 def test_a_state_that_there_is_not_is_answered_with_those_that_there_are(tenuto: Tenuto) -> None:
     assert "(choose from 'queued', 'running'" in tenuto("list", "--state", "x", code=2).stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["m", "--max-tokens", "2", "--", "--hello"],
+        ["m", "--max-tokens", "2", "--", "hello"],
+        ["m", "--max-tokens", "2", "hello"],
+        ["--max-tokens", "2", "m", "hello"],
+        ["--max-tokens", "2", "--", "m", "--hello"],
+        ["m", "hello", "--max-tokens=2"],
+    ],
+    ids=" ".join,
+)
+def test_a_prompt_may_follow_options_and_begin_with_a_dash(
+    args: list[str], tenuto: Tenuto, raw: Any, keys: Keys
+) -> None:
+    job_id = tenuto("submit", *args).stdout.strip()
+    spec = unpack_spec(raw.hget(keys.job(job_id), "spec"))
+    assert spec.max_tokens == 2
+    assert spec.prompt == next(each for each in args if "hello" in each)
+
+
+def test_a_mistyped_option_is_one_line_with_the_right_one(tenuto: Tenuto) -> None:
+    said = tenuto("submit", "m", "hi", "--temprature", "5", code=2).stderr
+    assert said == (
+        "tenuto submit: no such option: --temprature; did you mean --temperature? "
+        "(tenuto submit --help)\n"
+    )
+    said = tenuto("submit", "m", "two", "words", code=2).stderr
+    assert said.startswith("tenuto submit: one argument too many: 'words'; quote")
+    assert len(said.splitlines()) == 1
+
+
+def test_a_mistyped_model_is_answered_with_the_near_one(tenuto: Tenuto, worker: RawWorker) -> None:
+    worker.model = "smollm2"
+    worker.announce()
+    assert "(did you mean smollm2?)" in tenuto("submit", "smolm2", "hi", code=2).stderr
+    said = tenuto("submit", "other", "hi", code=2).stderr
+    assert "start one: tenuto worker --model other=" in said
+    assert "one that is starting says when it is ready" in said
+
+
+def test_watching_after_the_end_says_how_much_there_is(tenuto: Tenuto, worker: RawWorker) -> None:
+    job_id = finished(tenuto, worker)
+    assert tenuto("watch", job_id, "--after", "5000").stderr == (
+        "tenuto: it has 3 tokens; none is after 5000\n"
+    )
+    assert tenuto("watch", job_id, "--after", "3").stderr == ""
+
+
+def test_the_client_alone_says_where_the_worker_is(
+    tenuto: Tenuto, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tenuto_client._command.entry_points", lambda group: [])
+    assert "come with the package tenuto-worker" in tenuto("--help").stdout
+    said = tenuto("worker", "--model", "m=x", code=2).stderr
+    assert (
+        said == "tenuto: worker comes with the package tenuto-worker, which is not installed here\n"
+    )

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Final
 
 from tenuto_client._command import complain
 from tenuto_client._config import Settings
-from tenuto_client._errors import ProtocolError, ServerUnavailable
+from tenuto_client._errors import ServerUnavailable, TenutoError
 from tenuto_client._outlook import Outlook, look
 from tenuto_client._redis import Connection
 from tenuto_client.keys import Keys
@@ -29,9 +29,16 @@ async def telling(settings: Settings, job_id: str, show: Show) -> AsyncGenerator
     try:
         yield
     finally:
+        await _end(task)
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    # Again and again: redis-py may take a cancel for one of its own timeouts.
+    while not task.done():
         task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        await asyncio.wait([task], timeout=0.1)
+    if not task.cancelled():
+        task.result()
 
 
 def complain_of_changes(line: str | None, is_new: bool) -> None:
@@ -62,8 +69,8 @@ async def _line(connection: Connection, keys: Keys, job_id: str) -> tuple[str | 
     except ServerUnavailable as error:
         says = f"waiting for the server: {error}"
         return says, says
-    except ProtocolError:
-        # What it says of a worker, the reader of the job need not know.
+    except TenutoError:
+        # Where it matters to the job, its reader says so.
         return None, None
     if outlook is None or _is_short(outlook):
         return None, None

@@ -15,6 +15,7 @@ from tenuto_client._client import Client
 from tenuto_client._command import FAILED, INTERRUPTED, complain
 from tenuto_client._config import Settings
 from tenuto_client._errors import ServerUnavailable
+from tenuto_client._findings import count
 from tenuto_client._progress import Progress
 from tenuto_client._records import EndEvent, JobRecord, JobState, ProgressEvent, StateEvent, Token
 
@@ -58,6 +59,8 @@ async def _print_events(source: AsyncGenerator[Event, None], watcher: _Watcher) 
                 watcher.index = event.index
             watcher.show(event)
             if isinstance(event, EndEvent):
+                if event.index < watcher.index:
+                    complain(f"it has {count(event.index, 'token')}; none is after {watcher.index}")
                 return 0 if event.state is JobState.COMPLETED else FAILED
     raise AssertionError("a stream ends with an EndEvent")
 

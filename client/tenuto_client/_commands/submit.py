@@ -25,6 +25,7 @@ examples:
   tenuto submit smollm2 'Write a long story.' --max-tokens 2000 --watch
   tenuto submit smollm2 - < prompt.txt                   the prompt as it is in the file
   tenuto submit smollm2 'Once upon' --raw --temperature 0.8 --seed 7
+  tenuto submit smollm2 --max-tokens 9 -- '--help means'   a prompt that begins with a dash
   tenuto submit smollm2 --prompt-json '[{"role": "user", "content": "Hello!"}]'
   tenuto watch "$(tenuto submit smollm2 'Hello!')"
 
