@@ -100,9 +100,6 @@ class Child:
         # Not before: it takes seconds, in which signals are to be heard.
         from ._rooms import Rooms
 
-        # The rest of what is heavy, which is imported when it is first used.
-        import_module("tenuto_engine._engine")
-        take_over_loggers()
         return Rooms(self._settings, self._identity, self._outage, self._patience)
 
     def _greet_redis(self) -> None:
@@ -121,6 +118,9 @@ class Child:
         loaded: asyncio.Future[None] = loop.create_future()
 
         def body() -> None:
+            # What comes with the engine is imported here, by the one thread that owns the device.
+            import_module("tenuto_engine._engine")
+            take_over_loggers()
             try:
                 rooms.load()
             except StartError as error:
