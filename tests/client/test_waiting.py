@@ -77,13 +77,13 @@ def test_a_job_that_no_worker_serves_is_said_once_on_a_stderr_that_is_no_termina
     name: str, where: list[str], job_id: str, worker: RawWorker, raw: Any, keys: Keys
 ) -> None:
     raw.delete(keys.workers())
+    has_waited(raw, keys, job_id, 12)
     with command(name, job_id, *where) as running:
         said = read_until(running.stderr, r"\n")
         assert re.fullmatch(
-            r"tenuto: queued, waiting \d+ s; no worker serves m \(tenuto doctor\)\n", said
+            r"tenuto: queued, waiting 1\d s; no worker serves m \(tenuto doctor\)\n", said
         )
         worker.announce()
-        has_waited(raw, keys, job_id, 10)
         assert "a worker of m takes it soon" in read_until(running.stderr, r"\n")
         worker.tell([" w1"])
         out, err = running.communicate(timeout=20)
@@ -131,7 +131,10 @@ def test_result_of_a_cancelled_job_names_the_command_that_resumes(
     assert err.endswith(f"was cancelled after 0 tokens; to go on: tenuto resume {job_id}\n")
 
 
-def test_ctrl_c_in_result_says_that_the_job_goes_on(where: list[str], job_id: str) -> None:
+def test_ctrl_c_in_result_says_that_the_job_goes_on(
+    where: list[str], job_id: str, raw: Any, keys: Keys
+) -> None:
+    has_waited(raw, keys, job_id, 12)
     with command("result", job_id, *where) as running:
         read_until(running.stderr, r"queued.*\n")
         running.send_signal(signal.SIGINT)
@@ -200,6 +203,22 @@ def test_a_watcher_waits_for_an_embedded_server_on_a_full_disk_and_says_what_is_
             attempt.finish()
             out, _ = running.communicate(timeout=30)
     assert (running.returncode, out) == (0, " w2\n")
+
+
+def test_doctor_says_that_the_embedded_server_cannot_start_on_a_full_disk(data_dir: Path) -> None:
+    ensure_server(data_dir)
+    stop_server(data_dir)
+    where = ["--data-dir", str(data_dir), "--redis", ""]
+    with command("doctor", *where) as running:
+        out, _ = running.communicate(timeout=20)
+    assert re.search(r"^ok +server +the embedded server does not run; it starts with", out, re.M)
+    assert re.search(r"^PROBLEM +disk +[5-8]\.\d MiB free$", out, re.M)
+    fill(data_dir / "ballast")
+    with command("doctor", *where) as running:
+        out, _ = running.communicate(timeout=20)
+    assert re.search(r"^PROBLEM +server +.* cannot: its disk is full$", out, re.M)
+    assert re.search(r"^PROBLEM +disk +0\.0 KiB free$", out, re.M)
+    assert re.search(r"^ok +data dir ", out, re.M)
 
 
 def fill(ballast: Path) -> None:
