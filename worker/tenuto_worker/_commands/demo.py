@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shutil
 import signal
 import sys
 import time
@@ -173,11 +174,17 @@ def conclude(screen: Screen, home: DemoHome, outcome: Outcome) -> int:
     screen.line()
     screen.line(f"  Identical: {len(tokens)} tokens, logprobs and text.", Style.GOOD)
     screen.line()
+    tenuto = _as_typed()
     screen.line("  To go on by yourself, in two terminals:")
-    screen.line(f"    tenuto worker --model {MODEL_NAME}={shorten(home.model)}")
-    screen.line(f"    tenuto submit {MODEL_NAME} 'Write a haiku.' --watch")
+    screen.line(f"    {tenuto} worker --model {MODEL_NAME}={shorten(home.model)}")
+    screen.line(f"    {tenuto} submit {MODEL_NAME} 'Write a haiku.' --watch")
     screen.line()
     return 0
+
+
+def _as_typed() -> str:
+    """How this shell can type the command: its name where that is on PATH, else its path."""
+    return "tenuto" if shutil.which("tenuto") else os.path.relpath(sys.argv[0])
 
 
 @contextmanager
