@@ -50,13 +50,13 @@ class Engine:
         *,
         slots: int,
         chunk_size: int,
-        pipelined: bool,
+        pipelined: bool | None,
         hash_cache: Path | None = None,
     ) -> None:
         self._loaded = loaded
         self._slots = Slots(slots)
         self._chunk = chunk_size
-        self._decode_step = pipelined_step if pipelined else synchronous_step
+        self._pipelined = pipelined
         self._turn = PrefillTurn()
         self._backlog: list[TokenEvent] = []
         self._generations: weakref.WeakKeyDictionary[Sequence, weakref.ref[Generation]]
@@ -81,7 +81,8 @@ class Engine:
             slots: how many generations may run at once.
             chunk_size: tokens of a prefill chunk; None is 512 on a GPU, 32 on a CPU. Part of
                 the geometry: another size gives other bits.
-            pipelined: dispatch step n+1 before token n is read; None is on a GPU only. It
+            pipelined: dispatch step n+1 before token n is read; None is on a GPU always, on a
+                CPU while a row's caches are small enough to gain by it. It
                 changes the speed, never a bit.
             hash_cache: a file that remembers the hashes of model files, so that ``geometry``
                 reads unchanged weights only once.
@@ -100,7 +101,7 @@ class Engine:
             loaded,
             slots=slots,
             chunk_size=chunk,
-            pipelined=on_gpu if pipelined is None else pipelined,
+            pipelined=True if pipelined is None and on_gpu else pipelined,
             hash_cache=hash_cache,
         )
 
@@ -256,8 +257,12 @@ class Engine:
         if sequence.next_published:
             catch_up_step(self._loaded.model, row)
         else:
-            self._decode_step(self._loaded.model, row)
+            step = pipelined_step if self._pipelines(row) else synchronous_step
+            step(self._loaded.model, row)
         sequence.state = _decoding_state(sequence)
+
+    def _pipelines(self, row: Row) -> bool:
+        return row.gains_by_pipelining if self._pipelined is None else self._pipelined
 
     def _prefill(self, row: Row) -> None:
         sequence = row.sequence

@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import mlx.core as mx
 
@@ -20,6 +20,10 @@ from tenuto_engine._sampler import Sampler
 from tenuto_engine._sequence import Drawn, Sequence
 
 async_eval = cast(Callable[..., None], mx.async_eval)  # untyped in mlx's stubs
+
+# Measured with SmolLM2 (30 layers) on two cores: a step is built in about 10 ms, and 100 MiB of
+# caches are copied in about as much.
+_PIPELINED_CACHE_BYTES: Final = 64 * 2**20
 
 _log = logging.getLogger("tenuto_engine")
 
@@ -114,6 +118,15 @@ class Row:
     def settled(self) -> bool:
         """Whether the pending token already has its text, so that only its KV is missing."""
         return len(self.sequence.tokens) > self.generated
+
+    @property
+    def gains_by_pipelining(self) -> bool:
+        """Whether building a step while the last one runs saves a CPU more than it costs.
+
+        A cache that two steps share is copied, not written in place.
+        """
+        held: int = sum(cache.nbytes for cache in self.caches)
+        return held <= _PIPELINED_CACHE_BYTES
 
     def tokens_in_cache(self) -> tuple[int, ...]:
         prompt = self.sequence.prompt

@@ -30,10 +30,13 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 @pytest.fixture
 def load_engine(model_folders: dict[Kind, Path]) -> LoadEngine:
-    """`load_engine(kind, **how)`: the tiny model of a kind, with chunks of 16."""
+    """`load_engine(kind, **how)`: the tiny model of a kind, with chunks of 16, not pipelined."""
 
-    def load(kind: Kind, *, chunk_size: int = 16, **how: Any) -> Engine:
-        return Engine.load(model_folders[kind], chunk_size=chunk_size, **how)
+    def load(
+        kind: Kind, *, chunk_size: int = 16, pipelined: bool | None = False, **how: Any
+    ) -> Engine:
+        folder = model_folders[kind]
+        return Engine.load(folder, chunk_size=chunk_size, pipelined=pipelined, **how)
 
     return load
 

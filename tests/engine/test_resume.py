@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from tenuto_engine import (
     Token,
     resume_options,
 )
+from tenuto_engine._slots import Row
 from tiny_models import Kind
 
 LoadEngine = Callable[..., Engine]
@@ -123,6 +125,42 @@ def test_a_resume_hands_over_between_the_loops(load_engine: LoadEngine, kind: Ki
     options = STYLES["sampled"] | {"max_tokens": 40}
     whole, taken = run_with_checkpoints(synchronous, encode(synchronous), options)
     assert resume(pipelined, taken[17], options) == rest(whole, 17)
+
+
+def test_a_row_that_outgrows_pipelining_goes_on_with_the_same_bits(
+    load_engine: LoadEngine, kind: Kind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = load_engine(kind)
+    options = STYLES["sampled"] | {"max_tokens": 40}
+    whole = run(plain, encode(plain), **options)
+    chosen: list[bool] = []
+
+    def until_half_way(row: Row) -> bool:
+        chosen.append(row.generated < 20)
+        return chosen[-1]
+
+    monkeypatch.setattr(Row, "gains_by_pipelining", property(until_half_way))
+    switching, taken = run_with_checkpoints(
+        load_engine(kind, pipelined=None), encode(plain), options
+    )
+    assert True in chosen
+    assert False in chosen
+    assert switching == whole
+    for checkpoint in taken[15:25]:
+        assert resume(plain, checkpoint, options) == rest(whole, checkpoint.generated_tokens)
+
+
+def test_a_cpu_pipelines_while_the_caches_are_small(load_engine: LoadEngine) -> None:
+    engine = load_engine("llama", pipelined=None)
+    sequence = engine.add(encode(engine), GenerationOptions(max_tokens=20, ignore_eos=True))
+    while sequence.emitted < 5:
+        engine.step()
+    [row] = engine._slots.rows
+    assert row.gains_by_pipelining
+    # Only the pipelined loop has a token in flight that is not handed out.
+    assert row.generated == sequence.emitted
+    row.caches = [SimpleNamespace(nbytes=2**26 + 1)]
+    assert not row.gains_by_pipelining
 
 
 def test_a_resume_inside_a_held_stop_string_still_finds_it(llama: Engine) -> None:
