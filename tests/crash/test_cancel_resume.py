@@ -48,12 +48,12 @@ def test_jobs_cancelled_again_and_again_while_queued_and_while_running_end_the_s
         resumed = [
             line for line in prepared([worker]) if line["cached_tokens"] and line["published"]
         ]
-        # A cancel leaves a checkpoint of the last token, so there is nothing to catch up.
+        # A cancel leaves a checkpoint of the last token, so there is nothing to catch up: it is the
+        # pending one, or in the cache where the loop ran ahead.
         assert resumed
-        assert all(
-            line["cached_tokens"] == line["prompt_tokens"] + line["published"] - 1
-            for line in resumed
-        )
+        assert {
+            line["cached_tokens"] - line["prompt_tokens"] - line["published"] for line in resumed
+        } <= {-1, 0}
 
 
 def test_a_cancelled_job_goes_on_exactly_on_a_worker_started_afterwards(
