@@ -84,7 +84,8 @@ class JobQueue:
 
     def claim(self, **terms: Any) -> Claim | None:
         """Claim the best job."""
-        return self.scripts.claim(self.model, **(_terms() | terms))
+        answer = self.scripts.run(claim_call(self.model, **(_terms() | terms)))
+        return answer if isinstance(answer, Claim) else None
 
     def leave(self, **terms: Any) -> list[Left]:
         """Claim where there is nothing to claim: the jobs that are left to others."""

@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 from servers import RealServer
 from tenuto_client import Keys, Token, script_source, ticket_payload, unpack_entry
 from tenuto_client._records import EndEvent, StateEvent
-from tenuto_worker._scripts import Claim, Fence, JobScripts, PublishStatus
+from tenuto_worker._scripts import Claim, Fence, JobScripts, PublishStatus, claim_call
 
 MODEL = "m"
 JOB = "job"
@@ -105,7 +105,7 @@ class Lives(RuleBasedStateMachine):
         return data.draw(st.sampled_from(self.fences))
 
     def _claim(self, worker: str, nonce: str, *, again: bool) -> Claim | None:
-        return self.scripts.claim(
+        call = claim_call(
             MODEL,
             holder=worker,
             nonce=nonce,
@@ -115,6 +115,8 @@ class Lives(RuleBasedStateMachine):
             exact_wait_s=30,
             again=again,
         )
+        answer = self.scripts.run(call)
+        return answer if isinstance(answer, Claim) else None
 
     @rule(worker=st.sampled_from(WORKERS), lost_answer=st.booleans())
     def claim(self, worker: str, lost_answer: bool) -> None:

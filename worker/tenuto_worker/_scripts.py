@@ -130,10 +130,13 @@ def claim_call(
     reach: str,
     lease_ms: int,
     exact_wait_s: float,
-    again: bool,
+    again: bool = False,
 ) -> Call[Claim | list[Left]]:
     """Take the best queued job of a model. Where there is none for this worker, the answer is
-    those that it has to leave to others."""
+    those that it has to leave to others.
+
+    `again` says that a call with this nonce was made before and its answer lost.
+    """
     own = (holder, nonce, fingerprint, reach)
     terms = (lease_ms, exact_wait_s, int(again))
     return Call("claim", (model, *own, *terms), _claim)
@@ -243,35 +246,6 @@ class JobScripts:
     def _load(self, names: set[str]) -> None:
         for name in names:
             self._client.script_load(self._scripts[name].script)
-
-    def claim(
-        self,
-        model: str,
-        *,
-        holder: str,
-        nonce: str,
-        fingerprint: str,
-        reach: str,
-        lease_ms: int,
-        exact_wait_s: float,
-        again: bool = False,
-    ) -> Claim | None:
-        """Take the best queued job of a model, or None when there is none for this worker.
-
-        `again` says that a call with this nonce was made before and its answer lost.
-        """
-        call = claim_call(
-            model,
-            holder=holder,
-            nonce=nonce,
-            fingerprint=fingerprint,
-            reach=reach,
-            lease_ms=lease_ms,
-            exact_wait_s=exact_wait_s,
-            again=again,
-        )
-        claim = self.run(call)
-        return claim if isinstance(claim, Claim) else None
 
     def bind(
         self,
