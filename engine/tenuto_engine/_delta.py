@@ -8,7 +8,7 @@ arrays change whole and are saved whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
@@ -148,16 +148,19 @@ class Delta:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the arrays take."""
-        state = self.commit.state if self.commit else ()
-        return sum(blob.data.nbytes for blob in (*self.blobs, *state))
+        return sum(data.nbytes for data in self._data())
 
     def arrays(self) -> list[mx.array]:
         """Those still to be evaluated, maybe."""
-        state: Sequence[StateArray] = self.commit.state if self.commit else ()
-        return [b.data for b in (*self.blobs, *state) if isinstance(b.data, mx.array)]
+        return [data for data in self._data() if isinstance(data, mx.array)]
+
+    def _data(self) -> Iterator[mx.array | Bits]:
+        yield from (blob.data for blob in self.blobs)
+        if self.commit is not None:
+            yield from (array.data for array in self.commit.state)
 
 
 def host(data: mx.array | Bits) -> Bits:
     """`data` on the host, C-contiguous. An evaluated mlx array may be given on any thread."""
     array = np.array(data, copy=False) if isinstance(data, mx.array) else data
-    return np.ascontiguousarray(array)
+    return np.require(array, requirements="C")
