@@ -4,11 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from tenuto_engine._caches import CacheState, HostArray
 from tenuto_engine._errors import CheckpointError
 from tenuto_engine._token import Token
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The place in a log from which a checkpoint was loaded, so that others may go on from it.
+
+    Attributes:
+        folder: the job's folder.
+        file: the log's name.
+        offset: byte after the commit's record.
+        digest: XXH3-128 of the commit's header.
+        generation: deltas of this generation add up to it.
+        position: tokens whose KV it covers.
+    """
+
+    folder: Path
+    file: str
+    offset: int
+    digest: bytes
+    generation: int
+    position: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +50,7 @@ class Checkpoint:
         divergences: published tokens so far that differ from the computed ones.
         first_divergence: index of the first of those, or None.
         meta: the caller's own, of what msgpack can hold; kept and given back.
+        origin: the place in a log that it was loaded from, or None.
     """
 
     cache_tokens: tuple[int, ...]
@@ -41,6 +64,7 @@ class Checkpoint:
     divergences: int = 0
     first_divergence: int | None = None
     meta: Mapping[str, object] = field(default_factory=dict)
+    origin: Origin | None = None
 
     @property
     def generated_tokens(self) -> int:
