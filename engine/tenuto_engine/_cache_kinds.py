@@ -55,11 +55,12 @@ class CacheKind:
 
     Attributes:
         arrays: names of the positional arrays, rank 4 with the sequence along axis 2.
-        settings: attributes that are set when a cache is made and never change.
-        counters: attributes that change; all of both are integers. In a meta they have the
-            same names, without a leading underscore.
+        settings: integers that are set when a cache is made and never change.
+        counters: integers that change. Both are attributes of the cache and have the same
+            names in a meta, without a leading underscore.
         derived: further integers of a meta, read off the arrays.
         replaces: the class that a model makes and that this one takes the place of, if any.
+        strided: whether a prefill may leave buffers that are not laid out row by row.
     """
 
     arrays: ClassVar[tuple[str, ...]] = ()
@@ -67,6 +68,7 @@ class CacheKind:
     counters: ClassVar[tuple[str, ...]] = ()
     derived: ClassVar[tuple[str, ...]] = ()
     replaces: ClassVar[str | None] = None
+    strided: ClassVar[bool] = False
 
     def meta(self, cache: Any) -> dict[str, int]:
         """The integers that decide how ``cache`` behaves."""
@@ -100,6 +102,9 @@ class CacheKind:
     def make(self, meta: Meta) -> Any:
         """A new, empty cache. Only for a kind that replaces another."""
         raise NotImplementedError
+
+    def rebind(self, cache: Any, buffers: Sequence[mx.array]) -> None:
+        """Let ``buffers`` (all, or none) be the positional arrays of ``cache``."""
 
     def restore(
         self, cache: Any, meta: Meta, buffers: Sequence[mx.array], state: dict[str, mx.array]
@@ -155,12 +160,11 @@ class _Growing(CacheKind):
         self, cache: Any, meta: Meta, buffers: Sequence[mx.array], state: dict[str, mx.array]
     ) -> None:
         super().restore(cache, meta, buffers, state)
-        if buffers:
-            self.rebind(cache, [_with_capacity(b, meta["capacity"]) for b in buffers])
+        self.rebind(cache, [_with_capacity(b, meta["capacity"]) for b in buffers])
 
     def rebind(self, cache: Any, buffers: Sequence[mx.array]) -> None:
-        """Let ``buffers`` be the positional arrays of ``cache``."""
-        cache.keys, cache.values = buffers
+        if buffers:
+            cache.keys, cache.values = buffers
 
 
 class _Concatenated(_Growing):
@@ -169,6 +173,8 @@ class _Concatenated(_Growing):
     A trim changes its offset only, and what was trimmed comes back with the next update; such
     a cache is in no state that can be saved.
     """
+
+    strided = True
 
     def check(self, meta: Meta) -> None:
         require(meta["offset"] == meta["capacity"], "it was trimmed, which its class cannot do")
@@ -204,7 +210,8 @@ class _Quantized(_Growing):
         super().restore(cache, meta, buffers, state)
 
     def rebind(self, cache: Any, buffers: Sequence[mx.array]) -> None:
-        cache.keys, cache.values = tuple(buffers[:3]), tuple(buffers[3:])
+        if buffers:
+            cache.keys, cache.values = tuple(buffers[:3]), tuple(buffers[3:])
 
 
 class _Chunked(_Growing):
@@ -212,6 +219,7 @@ class _Chunked(_Growing):
 
     settings = ("chunk_size",)
     counters = ("offset", "start_position")
+    strided = True
 
     def held(self, meta: Meta) -> tuple[Held, ...]:
         return _runs(Held(0, meta["start_position"], meta["offset"] - meta["start_position"]))
@@ -232,6 +240,7 @@ class _Ring(_Growing):
 
     settings = ("keep", "max_size")
     counters = ("offset", "_idx")
+    strided = True
 
     def held(self, meta: Meta) -> tuple[Held, ...]:
         offset, idx, capacity = meta["offset"], meta["idx"], meta["capacity"]
@@ -260,7 +269,7 @@ class _Ring(_Growing):
 class _Recurrent(CacheKind):
     """``ArraysCache``: a list of arrays, some maybe not there yet, that change whole."""
 
-    derived = ("entries",)
+    settings = ("entries",)
 
     def meta(self, cache: Any) -> dict[str, int]:
         return {"entries": len(cache.cache)}

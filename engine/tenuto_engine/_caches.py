@@ -1,26 +1,36 @@
-"""Reading mlx-lm's cache objects into private host memory, and building equal ones again.
+"""Reading mlx-lm's cache objects, whole or the new positions only, and building equal ones again.
 
-One reader and one builder a class, in the fixed table at the end. A class that is
-not in the table is refused by name; nothing is looked up dynamically.
+What a class is made of stands in the table of ``_cache_kinds``; nothing here knows one
+class from another, except that a ``CacheList`` has others inside.
+
+The rule of all reading is that the live arrays are neither changed, nor looked into by the host,
+nor referenced once the copies are evaluated: a reference that is left makes the next step copy
+the whole cache.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Final, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 
+from tenuto_engine._cache_kinds import (
+    CACHE_LIST,
+    SEQUENCE_AXIS,
+    Contradiction,
+    check_meta,
+    entry,
+    kind_of,
+    known_kinds,
+    require,
+)
+from tenuto_engine._delta import Bits, Blob, Layout, Member, StateArray
 from tenuto_engine._errors import CheckpointError, ResumeMismatch, UnsupportedCache
-
-Bits = npt.NDArray[Any]
-
-SEQUENCE_AXIS: Final = 2
 
 # How an element of each mlx dtype travels in numpy. Only bfloat16 has no numpy
 # twin; its bits travel as uint16.
@@ -64,49 +74,102 @@ class CacheState:
     Attributes:
         kind: the class name, a key of the fixed table.
         meta: the integers that decide how the cache behaves.
-        arrays: its arrays, in the order in which its reader names them.
+        arrays: its arrays: the positional ones, ``[batch, heads, positions, width]`` without the
+            spare slots of the live buffer (a ring's as it is), in the order of their kind, then
+            the state arrays.
+        children: the caches inside, of a ``CacheList``.
     """
 
     kind: str
     meta: Mapping[str, int]
     arrays: tuple[HostArray, ...]
+    children: tuple[CacheState, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        return sum(array.data.nbytes for array in self.arrays)
+        own = sum(array.data.nbytes for array in self.arrays)
+        return own + sum(child.nbytes for child in self.children)
 
 
 def check_supported(caches: Sequence[Any]) -> None:
     """Raise ``UnsupportedCache``, naming the class, if a cache cannot be saved exactly."""
     for layer, cache in enumerate(caches):
-        if type(cache) not in _KIND_OF_TYPE:
-            raise UnsupportedCache(
-                f"layer {layer} keeps its state in a {type(cache).__name__}, "
-                "which cannot be checkpointed exactly",
-                hint=f"models whose caches are {', '.join(sorted(_KINDS))} can be run",
-            )
+        for part in _parts(cache):
+            if kind_of(part) is None:
+                raise UnsupportedCache(
+                    f"layer {layer} keeps its state in a {type(part).__name__}, "
+                    "which cannot be checkpointed exactly",
+                    hint=f"models whose caches are {', '.join(known_kinds())} can be run",
+                )
+
+
+def layouts(caches: Sequence[Any]) -> tuple[Layout, ...]:
+    """What ``caches`` (live ones, or ``CacheState``) are without their data: one a layer.
+
+    Raises:
+        CheckpointError: a cache is in a state that could not be restored.
+    """
+    return tuple(_layout(cache) for cache in caches)
+
+
+def signature(caches: Sequence[Any]) -> tuple[object, ...]:
+    """What stays the same while ``caches`` grow: the classes, the tree they form, their settings.
+
+    Once it differs, positions saved before say nothing about the caches of now.
+    """
+    return tuple(_signature(layout) for layout in layouts(caches))
+
+
+def bytes_per_position(caches: Sequence[Any]) -> int:
+    """Bytes that one position takes in all positional arrays together; 0 while they are empty."""
+    buffers = [array.data for leaf in _leaves(caches) for array in leaf.buffers]
+    return sum(data.itemsize * _elements_per_position(data) for data in buffers)
+
+
+def take(
+    caches: Sequence[Any], start: int, stop: int, *, state: bool
+) -> tuple[tuple[Blob, ...], tuple[StateArray, ...]]:
+    """Copy positions ``start..stop``, as far as they are still held, and maybe the state arrays.
+
+    Of live caches the copies are lazy: evaluate their ``data`` on the decode thread, best
+    together with what else the step evaluates. Of ``CacheState`` they are made at once. Costs
+    follow the positions taken, not those held.
+
+    Args:
+        caches: live caches, or ``CacheState``, one a layer.
+        start, stop: absolute positions; ``stop`` may lie below the offset.
+        state: whether the state arrays are taken too.
+    """
+    leaves = list(_leaves(caches))
+    groups: dict[tuple[str, tuple[int, ...]], list[tuple[Member, Data]]] = defaultdict(list)
+    for number, leaf in enumerate(leaves):
+        for member, part in _slices(number, leaf, start, stop):
+            groups[leaf.buffers[member.array].dtype, tuple(part.shape)].append((member, part))
+    blobs = tuple(
+        Blob(dtype, tuple(member for member, _ in parts), _stack_bits([part for _, part in parts]))
+        for (dtype, _), parts in groups.items()
+    )
+    return blobs, _take_state(leaves) if state else ()
 
 
 def snapshot(caches: Sequence[Any]) -> list[CacheState]:
-    """Copy ``caches`` to private host memory; called on the decode thread, between two steps.
+    """Copy ``caches`` whole to private host memory; called on the decode thread, between two steps.
 
-    The live arrays are neither changed nor referenced afterwards: a held reference
-    would make the next step copy the whole cache.
+    Raises:
+        UnsupportedCache: a class that cannot be saved.
+        CheckpointError: a cache is in a state that could not be restored.
     """
-    check_supported(caches)
-    reads = [_KINDS[_KIND_OF_TYPE[type(cache)]].read(cache) for cache in caches]
-    copies = iter(_to_host([array for read in reads for array in read.arrays.values()]))
-    return [
-        CacheState(
-            _KIND_OF_TYPE[type(cache)],
-            read.meta,
-            tuple(
-                HostArray(name, _dtype_name(array), next(copies))
-                for name, array in read.arrays.items()
-            ),
-        )
-        for cache, read in zip(caches, reads, strict=True)
-    ]
+    described = layouts(caches)
+    leaves = [leaf.trimmed() for leaf in _leaves(caches)]
+    copies = _copies([array for leaf in leaves for array in leaf.arrays().values()])
+    mx.eval([copy for copy in copies if isinstance(copy, mx.array)])
+    # Copied once more, since evaluated arrays may share the memory of a whole group.
+    host = iter([np.array(copy, copy=True, order="C") for copy in copies])
+    states = iter(
+        tuple(HostArray(name, array.dtype, next(host)) for name, array in leaf.arrays().items())
+        for leaf in leaves
+    )
+    return [_state(layout, states) for layout in described]
 
 
 def rebuild(states: Sequence[CacheState], make: Callable[[], list[Any]]) -> list[Any]:
@@ -114,217 +177,283 @@ def rebuild(states: Sequence[CacheState], make: Callable[[], list[Any]]) -> list
 
     Args:
         states: one a layer.
-        make: gives the model's fresh, empty caches.
+        make: gives the model's fresh, empty caches. One whose class can change in
+            mid-generation (``to_quantized``) is replaced if that had happened.
 
     Raises:
         ResumeMismatch: the model has other caches than those saved.
         CheckpointError: a state contradicts itself.
     """
     caches = make()
-    saved = [state.kind for state in states]
-    wanted = [type(cache).__name__ for cache in caches]
-    if saved != wanted:
+    fits = len(states) == len(caches) and all(map(_fits, states, caches))
+    if not fits:
+        saved = _summary([_tree(state.kind, state.children) for state in states])
+        wanted = _summary([_tree(type(c).__name__, _children(c)) for c in caches])
         raise ResumeMismatch(
-            f"the checkpoint has caches {_summary(saved)}, the model {_summary(wanted)}",
+            f"the checkpoint has caches {saved}, the model {wanted}",
             hint="it was written by another model",
         )
     check_supported(caches)
-    for layer, (state, cache) in enumerate(zip(states, caches, strict=True)):
-        _build_one(layer, state, cache)
-    # Attention kernels may be chosen by whether their operands are evaluated, and a
-    # live cache's are.
-    mx.eval([array for cache in caches for array in _live_arrays(cache)])
-    return caches
+    return [
+        _build(f"layer {layer}", state, cache)
+        for layer, (state, cache) in enumerate(zip(states, caches, strict=True))
+    ]
 
 
 def settle_after_prefill(caches: Sequence[Any]) -> None:
-    """Lay ring buffers out row by row in memory, as ``rebuild`` does.
+    """Lay buffers out row by row in memory, as ``rebuild`` does, and evaluate all arrays.
 
-    A prefill leaves a ring holding the projections as they came, which may be transposed.
+    A prefill may leave a buffer that holds the projections as they came, transposed.
     """
+    for leaf in _live_leaves(caches):
+        kind = entry(_kind(leaf))
+        if kind.strided:
+            kind.rebind(leaf, [mx.contiguous(buffer) for buffer in kind.buffers(leaf)])
+    mx.eval([array.data for leaf in _leaves(caches) for array in leaf.arrays().values()])
+
+
+# -- the tree of caches ----------------------------------------------------------------
+
+
+def _children(cache: Any) -> Sequence[Any]:
+    if isinstance(cache, CacheState):
+        return cache.children
+    return cast("Sequence[Any]", cache.caches) if kind_of(cache) == CACHE_LIST else ()
+
+
+def _parts(cache: Any) -> Iterator[Any]:
+    yield cache
+    for child in _children(cache):
+        yield from _parts(child)
+
+
+def _live_leaves(caches: Sequence[Any]) -> Iterator[Any]:
     for cache in caches:
-        if type(cache).__name__ == "RotatingKVCache" and cache.keys is not None:
-            cache.keys = mx.contiguous(cache.keys)
-            cache.values = mx.contiguous(cache.values)
-    mx.eval([array for cache in caches for array in _live_arrays(cache)])
+        for part in _parts(cache):
+            if _kind(part) != CACHE_LIST:
+                yield part
 
 
-# -- one reader and one builder a class ------------------------------------------------
+def _kind(cache: Any) -> str:
+    if isinstance(cache, CacheState):
+        return cache.kind
+    kind = kind_of(cache)
+    if kind is None:
+        raise UnsupportedCache(f"a {type(cache).__name__} cannot be checkpointed exactly")
+    return kind
 
 
-class _Read(NamedTuple):
-    meta: dict[str, int]
-    arrays: dict[str, mx.array]
+def _meta(cache: Any) -> Mapping[str, int]:
+    return cache.meta if isinstance(cache, CacheState) else entry(_kind(cache)).meta(cache)
 
 
-class _Kind(NamedTuple):
-    read: Callable[[Any], _Read]
-    build: Callable[[CacheState, Any, dict[str, mx.array]], None]
+def _layout(cache: Any) -> Layout:
+    kind, meta = _kind(cache), _meta(cache)
+    check_meta(kind, meta)
+    return Layout(kind, meta, tuple(_layout(child) for child in _children(cache)))
 
 
-def _read_kv(cache: Any) -> _Read:
-    if cache.keys is None:
-        return _Read({"offset": cache.offset, "capacity": 0}, {})
-    meta = {"offset": cache.offset, "capacity": cache.keys.shape[SEQUENCE_AXIS]}
-    used = slice(0, cache.offset)
-    return _Read(meta, {"keys": cache.keys[..., used, :], "values": cache.values[..., used, :]})
+def _signature(layout: Layout) -> tuple[object, ...]:
+    settings = tuple(layout.meta[name] for name in entry(layout.kind).settings)
+    return (layout.kind, settings, tuple(_signature(child) for child in layout.children))
 
 
-def _build_kv(state: CacheState, cache: Any, arrays: dict[str, mx.array]) -> None:
-    offset, capacity = state.meta["offset"], state.meta["capacity"]
-    cache.offset = offset
-    if not capacity:
-        _require(offset == 0 and not arrays, "an empty cache has positions")
-        return
-    for array in _keys_and_values(arrays):
-        _require(array.shape[SEQUENCE_AXIS] == offset <= capacity, "offset is not the length")
-    cache.keys, cache.values = (
-        _with_capacity(array, capacity) for array in _keys_and_values(arrays)
+def _state(layout: Layout, arrays: Iterator[tuple[HostArray, ...]]) -> CacheState:
+    own = next(arrays) if layout.kind != CACHE_LIST else ()
+    children = tuple(_state(child, arrays) for child in layout.children)
+    return CacheState(layout.kind, layout.meta, own, children)
+
+
+def _fits(state: CacheState, cache: Any) -> bool:
+    children = _children(cache)
+    return (
+        type(cache).__name__ in (state.kind, entry(state.kind).replaces)
+        and len(state.children) == len(children)
+        and all(map(_fits, state.children, children))
     )
 
 
-def _read_ring(cache: Any) -> _Read:
-    meta = {
-        "offset": cache.offset,
-        "index": cache._idx,
-        "keep": cache.keep,
-        "max_size": cache.max_size,
-    }
-    if cache.keys is None:
-        return _Read(meta, {})
-    return _Read(meta, {"keys": cache.keys, "values": cache.values})
+def _tree(name: str, children: Sequence[Any]) -> str:
+    if not children:
+        return name
+    inside = [
+        _tree(c.kind if isinstance(c, CacheState) else type(c).__name__, _children(c))
+        for c in children
+    ]
+    return f"{name}({', '.join(inside)})"
 
 
-def _build_ring(state: CacheState, cache: Any, arrays: dict[str, mx.array]) -> None:
-    meta = state.meta
-    for name, live in (("keep", cache.keep), ("max_size", cache.max_size)):
-        if meta[name] != live:
-            raise ResumeMismatch(
-                f"the checkpoint's sliding window has {name}={meta[name]}, the model's {live}"
-            )
-    cache.offset, cache._idx = meta["offset"], meta["index"]
-    if not arrays:
-        _require(cache.offset == 0, "an empty ring has positions")
-        return
-    keys, values = _keys_and_values(arrays)
-    length = keys.shape[SEQUENCE_AXIS]
-    _require(length == values.shape[SEQUENCE_AXIS], "keys and values differ in length")
-    _require(0 <= cache._idx <= length, "the index lies outside the ring")
-    cache.keys, cache.values = keys, values
+def _summary(kinds: list[str]) -> str:
+    return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)) or "none"
 
 
-def _read_arrays(cache: Any) -> _Read:
-    arrays = {f"state.{i}": entry for i, entry in enumerate(cache.cache) if entry is not None}
-    for name in ("left_padding", "lengths"):
-        if getattr(cache, name) is not None:
-            arrays[name] = getattr(cache, name)
-    return _Read({"entries": len(cache.cache)}, arrays)
+# -- reading one leaf ------------------------------------------------------------------
+
+Data = mx.array | Bits
 
 
-def _build_arrays(state: CacheState, cache: Any, arrays: dict[str, mx.array]) -> None:
-    entries = state.meta["entries"]
-    if entries != len(cache.cache):
-        raise ResumeMismatch(
-            f"the checkpoint has {entries} recurrent states a layer, the model {len(cache.cache)}"
+class _Array(NamedTuple):
+    dtype: str
+    data: Data
+
+
+class _Leaf(NamedTuple):
+    """A cache without others inside, live or saved."""
+
+    kind: str
+    meta: Mapping[str, int]
+    buffers: tuple[_Array, ...]
+    state: Mapping[str, _Array]
+
+    def arrays(self) -> dict[str, _Array]:
+        names = entry(self.kind).arrays if self.buffers else ()
+        return dict(zip(names, self.buffers, strict=True)) | dict(self.state)
+
+    def trimmed(self) -> _Leaf:
+        """Without the spare slots of the buffers."""
+        used = slice(0, entry(self.kind).stored_length(self.meta))
+        return self._replace(
+            buffers=tuple(_Array(dtype, data[..., used, :]) for dtype, data in self.buffers)
         )
-    cache.left_padding = arrays.pop("left_padding", None)
-    cache.lengths = arrays.pop("lengths", None)
-    cache.cache = [arrays.pop(f"state.{i}", None) for i in range(entries)]
-    _require(not arrays, f"unknown arrays {sorted(arrays)}")
 
 
-_cache_module = cast(Any, importlib.import_module("mlx_lm.models.cache"))
-
-_KINDS: Final[Mapping[str, _Kind]] = {
-    "KVCache": _Kind(_read_kv, _build_kv),
-    "RotatingKVCache": _Kind(_read_ring, _build_ring),
-    "ArraysCache": _Kind(_read_arrays, _build_arrays),
-}
-# By exact class: a subclass may keep more state than its parent's reader sees.
-_KIND_OF_TYPE: Final[Mapping[type, str]] = {getattr(_cache_module, k): k for k in _KINDS}
+def _leaves(caches: Sequence[Any]) -> Iterator[_Leaf]:
+    for cache in _live_leaves(caches):
+        yield _saved_leaf(cache) if isinstance(cache, CacheState) else _live_leaf(cache)
 
 
-# -- helpers ---------------------------------------------------------------------------
+def _live_leaf(cache: Any) -> _Leaf:
+    kind = _kind(cache)
+    read = entry(kind)
+    buffers = tuple(_Array(_dtype_name(array), array) for array in read.buffers(cache))
+    state = {name: _Array(_dtype_name(a), a) for name, a in read.state(cache).items()}
+    return _Leaf(kind, read.meta(cache), buffers, state)
 
 
-def _build_one(layer: int, state: CacheState, cache: Any) -> None:
-    arrays = {array.name: _to_device(array) for array in state.arrays}
-    try:
-        _require(len(arrays) == len(state.arrays), "two arrays have one name")
-        _KINDS[state.kind].build(state, cache, arrays)
-    except KeyError as missing:
-        raise CheckpointError(f"layer {layer} ({state.kind}): {missing} is missing") from missing
-    except _Contradiction as error:
-        raise CheckpointError(f"layer {layer} ({state.kind}): {error}") from error
+def _saved_leaf(saved: CacheState) -> _Leaf:
+    state = {array.name: _Array(array.dtype, array.data) for array in saved.arrays}
+    buffers = tuple(state.pop(name) for name in entry(saved.kind).arrays if name in state)
+    return _Leaf(saved.kind, saved.meta, buffers, state)
 
 
-class _Contradiction(Exception):
-    pass
+def _slices(number: int, leaf: _Leaf, start: int, stop: int) -> Iterator[tuple[Member, Data]]:
+    for run in entry(leaf.kind).held(leaf.meta):
+        part = run.within(start, stop)
+        if part.length and leaf.buffers:
+            slots = slice(part.slot, part.slot + part.length)
+            for index, array in enumerate(leaf.buffers):
+                yield Member(number, index, part.position), array.data[..., slots, :]
 
 
-def _require(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise _Contradiction(otherwise)
+def _take_state(leaves: Sequence[_Leaf]) -> tuple[StateArray, ...]:
+    named = [
+        (number, name, array)
+        for number, leaf in enumerate(leaves)
+        for name, array in leaf.state.items()
+    ]
+    copies = _copies([array for *_, array in named])
+    return tuple(
+        StateArray(number, name, array.dtype, copy)
+        for (number, name, array), copy in zip(named, copies, strict=True)
+    )
 
 
-def _keys_and_values(arrays: dict[str, mx.array]) -> tuple[mx.array, mx.array]:
-    keys, values = arrays["keys"], arrays["values"]
-    _require(keys.ndim == values.ndim == 4 and len(arrays) == 2, "not keys and values of rank 4")
-    return keys, values
+# -- copies ----------------------------------------------------------------------------
 
 
-def _with_capacity(array: mx.array, capacity: int) -> mx.array:
-    batch, heads, length, width = array.shape
-    if length == capacity:
-        return array
-    spare = mx.zeros((batch, heads, capacity - length, width), array.dtype)
-    return mx.concatenate([array, spare], axis=SEQUENCE_AXIS)
+def _copies(arrays: Sequence[_Array]) -> list[Data]:
+    """Copy each array, with one operation for all of a shape and dtype."""
+    groups: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
+    for place, (dtype, data) in enumerate(arrays):
+        groups[dtype, tuple(data.shape)].append(place)
+    copies: dict[int, Data] = {}
+    for places in groups.values():
+        stacked = _stack_bits([arrays[place].data for place in places])
+        copies |= {place: stacked[row] for row, place in enumerate(places)}
+    return [copies[place] for place in range(len(arrays))]
 
 
-def _live_arrays(cache: Any) -> list[mx.array]:
-    if type(cache).__name__ == "ArraysCache":
-        held = [*cache.cache, cache.left_padding, cache.lengths]
-    else:
-        held = [cache.keys, cache.values]
-    return [array for array in held if array is not None]
-
-
-def _to_host(arrays: Sequence[mx.array]) -> list[Bits]:
-    """Copy ``arrays`` into private device buffers with one evaluation, and from there to the host.
-
-    The host never looks into a live buffer: CUDA would move it to managed memory.
-    """
-    groups: dict[tuple[tuple[int, ...], str], list[int]] = defaultdict(list)
-    for position, array in enumerate(arrays):
-        groups[tuple(array.shape), _dtype_name(array)].append(position)
-    blobs = [_stack_bits([arrays[p] for p in members]) for members in groups.values()]
-    mx.eval(blobs)
-    copies: dict[int, Bits] = {}
-    for ((shape, dtype), members), blob in zip(groups.items(), blobs, strict=True):
-        rows = np.array(blob, copy=True, order="C")
-        assert rows.shape[1:] == shape
-        assert rows.dtype == HOST_DTYPES[dtype]
-        for row, position in enumerate(members):
-            copies[position] = rows[row]
-    return [copies[position] for position in range(len(arrays))]
-
-
-def _stack_bits(arrays: list[mx.array]) -> mx.array:
+def _stack_bits(arrays: Sequence[Data]) -> Data:
+    if isinstance(arrays[0], np.ndarray):
+        return np.stack(cast("Sequence[Bits]", arrays))
+    live = cast("list[mx.array]", list(arrays))
     # A stack of one would be a view of the live buffer, so one is stacked with itself.
-    stacked = mx.stack(arrays) if len(arrays) > 1 else mx.stack(arrays * 2)[:1]
+    stacked = mx.stack(live) if len(live) > 1 else mx.stack(live * 2)[:1]
     return stacked.view(mx.uint16) if stacked.dtype == mx.bfloat16 else stacked
 
 
-def _to_device(array: HostArray) -> mx.array:
-    dtype = cast(mx.Dtype, getattr(mx, "bool_" if array.dtype == "bool" else array.dtype))
-    if array.dtype == "bfloat16":
-        return mx.array(array.data).view(mx.bfloat16)
-    return mx.array(array.data, dtype=dtype)
+def _elements_per_position(data: Data) -> int:
+    batch, heads, _, width = data.shape
+    return int(batch * heads * width)
 
 
 def _dtype_name(array: mx.array) -> str:
     return str(array.dtype).removeprefix("mlx.core.")
 
 
-def _summary(kinds: list[str]) -> str:
-    return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)) or "none"
+# -- building --------------------------------------------------------------------------
+
+
+def _build(where: str, state: CacheState, cache: Any) -> Any:
+    check_meta(state.kind, state.meta)
+    if state.kind == CACHE_LIST:
+        pairs = zip(state.children, cache.caches, strict=True)
+        cache.caches = tuple(_build(where, child, live) for child, live in pairs)
+        return cache
+    kind = entry(state.kind)
+    if type(cache).__name__ == kind.replaces:
+        cache = kind.make(state.meta)
+    _check_settings(where, state, cache)
+    try:
+        buffers, others = _to_device(state)
+        kind.restore(cache, state.meta, buffers, others)
+    except Contradiction as error:
+        raise CheckpointError(f"{where} ({state.kind}): {error}") from error
+    # Layer by layer, so that never more than one is held twice. And evaluated, since
+    # attention kernels may be chosen by whether their operands are, and a live cache's are.
+    mx.eval([array.data for array in _live_leaf(cache).arrays().values()])
+    return cache
+
+
+def _check_settings(where: str, state: CacheState, cache: Any) -> None:
+    kind = entry(state.kind)
+    live = kind.meta(cache)
+    for name in kind.settings:
+        if state.meta[name] != live[name]:
+            raise ResumeMismatch(
+                f"{where}: the {state.kind} of the checkpoint has {name}={state.meta[name]}, "
+                f"the model's {live[name]}"
+            )
+
+
+def _to_device(state: CacheState) -> tuple[list[mx.array], dict[str, mx.array]]:
+    """The positional arrays in the order of their kind, and the others by name."""
+    arrays = {array.name: array for array in state.arrays}
+    require(len(arrays) == len(state.arrays), "two arrays have one name")
+    names = entry(state.kind).arrays
+    wanted = names if state.meta.get("capacity") else ()
+    missing = [name for name in wanted if name not in arrays]
+    require(not missing, f"{', '.join(missing)} is missing")
+    positional = [arrays.pop(name) for name in wanted]
+    _check_shapes(state, positional)
+    return [_device_array(a) for a in positional], {n: _device_array(a) for n, a in arrays.items()}
+
+
+def _check_shapes(state: CacheState, positional: Sequence[HostArray]) -> None:
+    shapes = [array.data.shape for array in positional]
+    length = entry(state.kind).stored_length(state.meta)
+    for array, shape in zip(positional, shapes, strict=True):
+        require(len(shape) == 4, f"{array.name} has not four dimensions")
+        require(shape[SEQUENCE_AXIS] == length, f"{array.name} has not {length} positions")
+    for one, other in pairwise(shapes):
+        require(one[:SEQUENCE_AXIS] == other[:SEQUENCE_AXIS], "the arrays differ in their heads")
+
+
+def _device_array(array: HostArray) -> mx.array:
+    require(
+        HOST_DTYPES.get(array.dtype) == array.data.dtype.name, f"{array.name} has a wrong dtype"
+    )
+    if array.dtype == "bfloat16":
+        return mx.array(array.data).view(mx.bfloat16)
+    dtype = cast(mx.Dtype, getattr(mx, "bool_" if array.dtype == "bool" else array.dtype))
+    return mx.array(array.data, dtype=dtype)

@@ -179,7 +179,7 @@ def test_a_snapshot_at_a_border_of_a_prefill_is_resumed_to_the_bit() -> None:
     assert Run(model, resumed, 1).steps(30) == Run(model, straight, 1).steps(30)
 
 
-@pytest.mark.parametrize("wrong", ["offset", "index"])
+@pytest.mark.parametrize("wrong", ["offset", "idx"])
 def test_one_wrong_integer_is_noticed_by_these_tests(wrong: str) -> None:
     model = tiny("gemma3_text", "float32")
     run = Run.start(model, [30])
@@ -295,8 +295,8 @@ def test_a_capacity_that_is_no_multiple_of_the_step_is_kept(capacity: int) -> No
 
 
 def test_an_unknown_class_is_refused_by_its_name() -> None:
-    with pytest.raises(UnsupportedCache, match="ChunkedKVCache"):
-        check_supported([mlx_caches.KVCache(), mlx_caches.ChunkedKVCache(8)])
+    with pytest.raises(UnsupportedCache, match="BatchKVCache"):
+        check_supported([mlx_caches.KVCache(), mlx_caches.BatchKVCache([0])])
 
 
 def test_a_subclass_is_refused_since_it_may_keep_more() -> None:
@@ -337,7 +337,7 @@ def test_a_state_that_contradicts_itself_is_refused() -> None:
     data = np.zeros((1, 1, 3, 2), np.float32)
     keys = HostArray("keys", "float32", data)
     contradictions = [
-        CacheState(state.kind, {**state.meta, "index": 4}, state.arrays),
+        CacheState(state.kind, {**state.meta, "idx": 4}, state.arrays),
         CacheState(state.kind, {}, state.arrays),
         CacheState(state.kind, state.meta, ()),
         CacheState(state.kind, state.meta, (keys,)),
