@@ -65,15 +65,15 @@ class Attempt:
         """Run a script of the worker with this attempt's fence."""
         return self.worker.run(script, self.job_id, self.epoch, self.nonce, *args)
 
-    def publish(self, first: int, last: int) -> Any:
+    def publish(self, first: int, last: int, durable: int = 0) -> Any:
         """Publish the story's tokens first..last as one entry."""
-        return self.call("publish", first, last, pack_tokens(story(first, last)))
+        return self.call("publish", durable, first, last, pack_tokens(story(first, last)))
 
     def finish(
         self, state: str = "completed", reason: str = "stop", text: str = "", error: str = ""
     ) -> None:
         """End the job."""
-        reply = self.call("finish", state, reason, text, error, "exact", "")
+        reply = self.call("finish", 0, state, reason, text, error, "exact", "")
         assert reply in (b"ok", b"requeued"), reply
 
     def wants_cancel(self) -> bool:
@@ -82,7 +82,7 @@ class Attempt:
 
     def renew(self, phase: str, done: int, total: int) -> Any:
         """Keep the lease and tell the progress."""
-        return self.call("renew", self.worker.name, 10_000, phase, done, total)
+        return self.call("renew", 0, self.worker.name, 10_000, phase, done, total)
 
 
 class RawWorker:
@@ -111,9 +111,10 @@ class RawWorker:
     def try_claim(self) -> Attempt | None:
         """Claim the best queued job, if there is one."""
         nonce = secrets.token_hex(4)
-        fields = self.run("claim", self.model, self.name, nonce, "f", "reach", 10_000, 0, 0)
-        if not fields:
+        answer = self.run("claim", self.model, self.name, nonce, "f", "reach", 10_000, 0, 0)
+        if not answer:
             return None
+        *_, fields = answer
         job = dict(zip(fields[::2], fields[1::2], strict=True))
         attempt = Attempt(self, job[b"id"].decode(), int(job[b"epoch"]), nonce)
         attempt.call("bind", b"\x93\x01\x02\x03", 3, "f", b"g", "reach", "exact", "")
@@ -128,5 +129,5 @@ class RawWorker:
         attempt = self.claim()
         tokens = [Token(i, i, text, -0.5) for i, text in enumerate(texts, 1)]
         for token in tokens:
-            attempt.call("publish", token.index, token.index, pack_tokens([token]))
+            attempt.call("publish", 0, token.index, token.index, pack_tokens([token]))
         attempt.finish()

@@ -50,6 +50,8 @@ class WorkerInfo:
         seen_at: Redis's time when it said so, Unix seconds; so is `started_at`.
         device: what it computes on, such as `cpu` or the name of a GPU.
         data_dir: the id of the folder that holds its checkpoints.
+        tokens_at_risk: published tokens of its running jobs that no durable checkpoint covers;
+            None of a worker that does not tell.
     """
 
     name: str
@@ -63,11 +65,14 @@ class WorkerInfo:
     device: str = ""
     data_dir: str = ""
     version: str = ""
+    tokens_at_risk: int | None = None
 
 
 def pack_announcement(info: ModelInfo | WorkerInfo) -> bytes:
     """The value under which `info.name` is the field."""
     body = {each.name: getattr(info, each.name) for each in fields(info) if each.name != "name"}
+    if body.get("tokens_at_risk", 0) is None:
+        del body["tokens_at_risk"]
     packed: bytes = msgpack.packb({"v": VERSION, **body})
     return packed
 

@@ -204,7 +204,7 @@ class _FakeStore:
         stop = len(texts) if pause_after is None else pause_after
         for index in range(job.record.tokens + 1, min(stop, len(texts)) + 1):
             job.entries.append(Token(index, index, texts[index - 1], 0.0))
-            job.record = replace(job.record, tokens=index)
+            job.record = replace(job.record, tokens=index, tokens_at_risk=index)
         self._wake()
         if pause_after is not None:
             return
@@ -223,6 +223,7 @@ class _FakeStore:
             started_at=record.started_at or time.time(),
             worker=_WORKER,
             attempts=record.attempts + 1,
+            tokens_at_risk=record.tokens_at_risk or 0,
         )
         job.entries.append(
             StateEvent(JobState.RUNNING, record.epoch, record.tokens, worker=_WORKER)
@@ -250,7 +251,12 @@ class _FakeStore:
     ) -> None:
         record = job.record
         job.record = replace(
-            record, state=state, finished_at=time.time(), finish_reason=finish_reason, error=error
+            record,
+            state=state,
+            finished_at=time.time(),
+            finish_reason=finish_reason,
+            error=error,
+            tokens_at_risk=None if state is JobState.COMPLETED else record.tokens_at_risk,
         )
         job.entries.append(
             EndEvent(

@@ -59,6 +59,7 @@ def record_line(record: JobRecord) -> str:
                 phase=record.phase,
                 phase_done=record.phase_done,
                 phase_total=record.phase_total,
+                tokens_at_risk=record.tokens_at_risk,
             ),
         }
     )

@@ -120,7 +120,12 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """A job as `status` and `list` show it. Times are Unix seconds."""
+    """A job as `status` and `list` show it. Times are Unix seconds.
+
+    Attributes:
+        tokens_at_risk: published tokens that the last durable checkpoint does not cover, which a
+            crash would have to compute again; None of a job that never ran or is completed.
+    """
 
     id: str
     model: str
@@ -145,3 +150,4 @@ class JobRecord:
     phase: str | None = None
     phase_done: int | None = None
     phase_total: int | None = None
+    tokens_at_risk: int | None = None

@@ -35,7 +35,7 @@ _FIELDS: Final = (
     "id", "model", "state", "epoch", "prompt_tokens", "tokens", "created_at", "started_at",
     "finished_at", "finish_reason", "exactness", "error", "priority", "metadata",
     "exactness_reason", "tenant", "worker", "attempts", "cancel", "max_tokens", "phase",
-    "phase_done", "phase_total",
+    "phase_done", "phase_total", "durable",
 )  # fmt: skip
 
 
@@ -293,6 +293,13 @@ def _without_past_phase(record: JobRecord, last_entry: bytes) -> JobRecord:
     return record
 
 
+def _at_risk(state: str | None, tokens: int, durable: int | None) -> int | None:
+    if durable is None or state == JobState.COMPLETED:
+        return None
+    # A checkpoint may be ahead of the stream.
+    return max(0, tokens - durable)
+
+
 def _record(values: Sequence[bytes | None]) -> JobRecord:
     text = {
         name: None if value is None else value.decode()
@@ -331,4 +338,5 @@ def _record(values: Sequence[bytes | None]) -> JobRecord:
         phase=text["phase"],
         phase_done=count("phase_done"),
         phase_total=count("phase_total"),
+        tokens_at_risk=_at_risk(text["state"], count("tokens") or 0, count("durable")),
     )

@@ -35,6 +35,8 @@ _TEMPLATES: dict[str, tuple[str, ...]] = {
     "workers": ("workers",),
     "sequence": ("sequence",),
     "namespace": ("namespace",),
+    "heirs": ("heirs",),
+    "collectable": ("collectable",),
     "wake": ("wake",),
     "progress": ("progress:", "id"),
 }
@@ -109,6 +111,15 @@ class Keys:
     def namespace_id(self) -> str:
         """String: random id of this data set, also written into every checkpoint."""
         return self._make("namespace")
+
+    def heirs(self) -> str:
+        """Set: ids of earlier data sets whose jobs were put back here; their checkpoints may be
+        used."""
+        return self._make("heirs")
+
+    def collectable(self) -> str:
+        """Set: those of `heirs` whose jobs were all put back; what is not here of them is gone."""
+        return self._make("collectable")
 
     def wake(self) -> str:
         """Pub/sub channel: `queued <model>` and `cancel <job>` nudges for workers."""

@@ -387,7 +387,7 @@ def test_a_recomputed_job_is_never_passed_over_in_silence(
     tenuto: Tenuto, worker: RawWorker
 ) -> None:
     job_id = tenuto("submit", "m", "hi").stdout.strip()
-    worker.claim().call("finish", "completed", "stop", "", "", "recomputed", "another device")
+    worker.claim().call("finish", 0, "completed", "stop", "", "", "recomputed", "another device")
     assert "recomputed: another device" in tenuto("watch", job_id).stderr
     assert "recomputed: another device" in tenuto("result", job_id).stderr
     (record,) = lines(tenuto("status", job_id, "--json"))
@@ -519,7 +519,7 @@ def test_status_of_a_job_handed_back_does_not_read_as_if_somebody_had_it(
     tenuto: Tenuto, worker: RawWorker
 ) -> None:
     job_id = tenuto("submit", "m", "hi").stdout.strip()
-    worker.claim().call("release", "drain", "")
+    worker.claim().call("release", 0, "drain", "")
     found = fields_of(tenuto, job_id)
     assert found["attempt"] == "2, waits for a worker; 1 attempt before it"
     assert "worker" not in found
@@ -533,7 +533,7 @@ def test_a_job_that_began_says_that_it_waits_for_its_own_geometry_and_checkpoint
     job_id = tenuto("submit", "m", "hi").stdout.strip()
     attempt = worker.claim()
     attempt.publish(1, 2)
-    attempt.call("release", "drain", "")
+    attempt.call("release", 0, "drain", "")
     said = "waits up to 30 s (--exact-wait of the workers) for a worker of its own geometry"
     assert said in fields_of(tenuto, job_id)["now"]
     found = {line["subject"]: line for line in lines(tenuto("doctor", "--json"))}
@@ -544,6 +544,20 @@ def test_a_job_that_began_says_that_it_waits_for_its_own_geometry_and_checkpoint
     )
     raw.hset(keys.job(job_id), "queued_at", "0")
     assert said not in fields_of(tenuto, job_id)["now"]
+
+
+def test_status_says_how_many_tokens_a_crash_would_cost(tenuto: Tenuto, worker: RawWorker) -> None:
+    job_id = tenuto("submit", "m", "hi").stdout.strip()
+    assert "at risk" not in fields_of(tenuto, job_id)
+    attempt = worker.claim()
+    attempt.publish(1, 20, durable=8)
+    assert fields_of(tenuto, job_id)["at risk"] == "12 tokens since the last checkpoint"
+    (record,) = lines(tenuto("status", job_id, "--json"))
+    assert record["tokens_at_risk"] == 12
+    attempt.finish()
+    assert "at risk" not in fields_of(tenuto, job_id)
+    (record,) = lines(tenuto("status", job_id, "--json"))
+    assert "tokens_at_risk" not in record
 
 
 def test_a_phase_before_the_first_token_is_shown_only_until_then(

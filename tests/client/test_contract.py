@@ -91,7 +91,7 @@ class RealRig:
     def _publish(self, job: Job, first: int, last: int) -> None:
         for index in range(first, last + 1):
             token = Token(index, index, TEXTS[index - 1], 0.0)
-            self._attempts[job.id].call("publish", index, index, pack_tokens([token]))
+            self._attempts[job.id].call("publish", 0, index, index, pack_tokens([token]))
 
     def _end(self, job: Job, error: str | None) -> None:
         if error is None:
@@ -146,6 +146,25 @@ async def test_a_failure_comes_after_the_last_token(rig: Rig) -> None:
         await texts(job)
     assert caught.value.result.text == "One two three four"
     assert (await job.status()).error == "out of luck"
+
+
+async def test_tokens_are_at_risk_until_the_job_is_completed(rig: Rig) -> None:
+    job = await rig.submit(produce=2)
+    assert (await job.status()).tokens_at_risk == 2
+    await job.cancel()
+    await rig.go_on(job)
+    assert (await job.status()).tokens_at_risk == 2
+    await job.resume()
+    await rig.go_on(job)
+    record = await job.status()
+    assert (record.state, record.tokens_at_risk) == (JobState.COMPLETED, None)
+
+
+async def test_of_a_job_that_never_ran_nothing_is_at_risk(rig: Rig) -> None:
+    if isinstance(rig.client, FakeClient):
+        rig.client.reply(TEXTS, start=False)
+    job = await rig.client.submit("m", "hi")
+    assert (await job.status()).tokens_at_risk is None
 
 
 async def test_a_cancelled_job_keeps_what_it_produced_and_resumes_to_the_same_end(

@@ -5,6 +5,8 @@ What stands here is never changed. A new version gets a file of its own beside i
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tenuto_client import (
@@ -121,6 +123,12 @@ def test_announcements() -> None:
     assert unpack_model("m", bytes.fromhex(MODEL_BYTES)) == MODEL
     assert pack_announcement(WORKER).hex() == WORKER_BYTES
     assert unpack_worker("w", bytes.fromhex(WORKER_BYTES)) == WORKER
+
+
+def test_an_announcement_may_say_more_than_the_first_ones_did() -> None:
+    more = replace(WORKER, tokens_at_risk=12)
+    assert unpack_worker("w", pack_announcement(more)) == more
+    assert unpack_worker("w", bytes.fromhex(WORKER_BYTES)).tokens_at_risk is None
 
 
 def test_events() -> None:

@@ -13,12 +13,13 @@ import structlog
 
 from job_queue import JobQueue, story
 from step_worker import StepWorker
-from tenuto_client import Token
+from tenuto_client import ModelInfo, Token, pack_announcement
 from tenuto_client._records import EndEvent
-from tenuto_engine import GenerationOptions
+from tenuto_engine import GenerationOptions, list_jobs
 from tenuto_worker._run import Phase, Stop
 from tiny_models import KINDS, build_tiny_model
 
+MODEL_INFO = pack_announcement(ModelInfo("tiny", 4096, 400, "f", 0.0))
 Start = Callable[..., StepWorker]
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "logprobs": 2}
 
@@ -492,6 +493,46 @@ def test_a_checkpoint_of_another_data_set_is_not_used(jobs: JobQueue, start: Sta
     heir.finish()
 
     assert jobs.tokens(job) == expected
+
+
+def test_a_checkpoint_of_a_data_set_that_this_one_inherited_is_used(
+    jobs: JobQueue, start: Start
+) -> None:
+    job = jobs.submit(max_tokens=40)
+    dead = start()
+    dead.claim()
+    dead.decode(20)
+    dead.publish()
+    dead.save()
+    jobs.scripts.take_back(job, "host-dir-0")
+    earlier = jobs.client.getset(jobs.keys.namespace_id(), "another")
+    jobs.client.sadd(jobs.keys.heirs(), earlier)  # type: ignore[arg-type]
+    heir = start(name="host-dir-1")
+    heir.claim()
+    heir.rooms.decoder.turn()
+
+    assert heir.run.total < 20, "of the catch-up: a checkpoint covers the rest"
+
+
+def test_a_job_claimed_right_after_redis_was_emptied_saves_under_the_new_id(
+    jobs: JobQueue, start: Start
+) -> None:
+    worker = start()
+    earlier = jobs.client.get(jobs.keys.namespace_id())
+    jobs.client.delete(*jobs.client.scan_iter(f"{jobs.keys.namespace}*"))
+    jobs.client.hset(jobs.keys.models(), mapping={"tiny": MODEL_INFO})
+    job = jobs.submit()
+    worker.claim()
+    worker.decode(9)
+    worker.save()
+    (stored,) = list_jobs(worker.settings.checkpoints_dir)
+
+    assert stored.job_id == job
+    now = jobs.client.get(jobs.keys.namespace_id())
+    assert now != earlier
+    meta = stored.checkpoints[0].meta
+    assert meta is not None
+    assert str(meta["namespace"]).encode() == now
 
 
 def test_a_difference_is_not_forgotten_by_a_crash_after_the_checkpoint_that_covers_it(

@@ -182,6 +182,21 @@ def test_gc_removes_nothing_when_redis_is_empty_or_another(
     assert folder.exists()
 
 
+def test_gc_takes_what_was_put_back_as_a_whole_for_its_own(
+    jobs: JobQueue, worker: StepWorker
+) -> None:
+    job, folder = _stopped_job(jobs, worker)
+    jobs.delete(job)
+    earlier = jobs.client.getset(jobs.keys.namespace_id(), "fresh")
+    jobs.client.sadd(jobs.keys.heirs(), earlier)  # type: ignore[arg-type]
+    worker.rooms.housekeeper.collect()
+    assert folder.exists(), "perhaps this job is one of those that are still to be put back"
+
+    jobs.client.sadd(jobs.keys.collectable(), earlier)  # type: ignore[arg-type]
+    worker.rooms.housekeeper.collect()
+    assert not folder.exists()
+
+
 def test_gc_never_touches_a_job_that_runs_here(jobs: JobQueue, worker: StepWorker) -> None:
     job = jobs.submit()
     worker.claim()

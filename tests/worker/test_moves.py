@@ -495,3 +495,25 @@ def test_scripts_that_the_server_forgot_are_loaded_again(jobs: JobQueue) -> None
 
     assert jobs.scripts.publish(fence, story(1, 1)).status is PublishStatus.OK
     assert jobs.tokens(job) == story(1, 1)
+
+
+def test_a_claim_tells_the_data_set_of_its_job_and_draws_its_id_where_there_is_none(
+    jobs: JobQueue,
+) -> None:
+    jobs.submit()
+    jobs.submit()
+    first = jobs.take()
+    drawn = jobs.client.get(jobs.keys.namespace_id())
+    assert first.namespace.encode() == drawn
+    assert first.heirs == frozenset()
+
+    jobs.client.sadd(jobs.keys.heirs(), "earlier", "earliest")
+    second = jobs.take()
+    assert second.namespace == first.namespace
+    assert second.heirs == {"earlier", "earliest"}
+
+
+def test_a_claim_that_is_asked_for_again_tells_the_data_set_too(jobs: JobQueue) -> None:
+    jobs.submit()
+    first = jobs.take(nonce="same")
+    assert jobs.take(nonce="same", again=True) == first

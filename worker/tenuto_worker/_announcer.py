@@ -126,6 +126,7 @@ class Announcer:
             device=self._device,
             data_dir=self._identity.reach,
             version=version("tenuto-worker"),
+            tokens_at_risk=sum(run.at_risk for run in self._runs.all()),
         )
 
     def _forget(self, workers: Mapping[bytes, bytes], now: float) -> None:

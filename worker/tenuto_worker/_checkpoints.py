@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,12 +21,10 @@ class Checkpoints:
 
     Args:
         root: holds one folder for each job.
-        namespace: says the id of the data set in Redis that the jobs belong to.
     """
 
-    def __init__(self, root: Path, namespace: Callable[[], str]) -> None:
+    def __init__(self, root: Path) -> None:
         self._root = root
-        self._namespace = namespace
 
     def store(self, run: Run, geometry: Geometry) -> CheckpointStore:
         """Where an attempt saves: files that bear its epoch and nonce, and nobody else's.
@@ -42,7 +40,7 @@ class Checkpoints:
             nonce=run.fence.nonce,
             meta={
                 "v": META_VERSION,
-                "namespace": self._namespace(),
+                "namespace": run.claim.namespace,
                 "job": run.job_id,
                 "epoch": run.fence.epoch,
                 "model": run.model,
@@ -109,7 +107,8 @@ class Checkpoints:
     def _problem_of_meta(self, run: Run, meta: Any, geometry: Geometry) -> str:
         if meta.get("v") != META_VERSION:
             return f"written by version {meta.get('v')!r}"
-        if meta["namespace"] != self._namespace():
+        claim = run.claim
+        if meta["namespace"] not in {claim.namespace, *claim.heirs}:
             return "belongs to another data set in Redis"
         if meta["fingerprint"] == geometry.fingerprint:
             return ""

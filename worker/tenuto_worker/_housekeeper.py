@@ -199,8 +199,9 @@ def collect(
 ) -> list[str]:
     """Remove the checkpoints of jobs that Redis says are completed or gone; returns their ids.
 
-    Redis must be the one that the job belonged to: it must have the namespace id that stands in the
-    newest checkpoint. So an empty Redis costs nobody the last copy.
+    Redis must be the one that the job belonged to, or one in which all its jobs were put back: it
+    must have the namespace id that stands in the newest checkpoint, as its own or as
+    `collectable`. So an empty Redis costs nobody the last copy.
     """
     from tenuto_engine import list_jobs
 
@@ -212,9 +213,11 @@ def collect(
         # Both in one step: another server may answer the next call.
         with client.pipeline(transaction=True) as pipe:
             pipe.get(keys.namespace_id())
+            pipe.sismember(keys.collectable(), str(newest.meta.get("namespace")))
             pipe.hget(keys.job(stored.job_id), "state")
-            namespace, state = pipe.execute()
-        if namespace is None or namespace.decode() != newest.meta.get("namespace"):
+            namespace, is_ours, state = pipe.execute()
+        is_ours = is_ours or _text(namespace) == newest.meta.get("namespace")
+        if namespace is None or not is_ours:
             continue
         if state in _KEPT_STATES or is_running(stored.job_id):
             continue
@@ -232,6 +235,10 @@ def discard(root: Path, job_id: str) -> None:
         CheckpointStore(job_folder(root, job_id)).delete()
     except CheckpointError as error:
         get_log(job=job_id).warning("checkpoints not removed", error=str(error))
+
+
+def _text(reply: bytes | None) -> str | None:
+    return None if reply is None else reply.decode()
 
 
 def _list(reply: Any) -> list[bytes]:

@@ -86,6 +86,7 @@ class LeaseKeeper:
     def _call(self, run: Run) -> Call[Renewed]:
         return renew_call(
             run.fence,
+            durable=run.durable,
             holder=self._holder,
             lease_ms=self._settings.lease_ms,
             phase=run.phase.value,

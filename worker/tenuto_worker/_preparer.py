@@ -193,6 +193,10 @@ class Preparer:
             seed=spec.seed,
             geometry=geometry,
         )
+        run.durable = 0
+        if checkpoint is not None:
+            pending = checkpoint.pending_token is not None
+            run.durable = checkpoint.generated_tokens + pending
         known = [
             EngineToken(t.token, t.index, t.text, t.logprob, t.top_logprobs) for t in published
         ]

@@ -123,7 +123,8 @@ class Publisher:
         last = min(len(run.tokens), run.sent + size * _ENTRIES_A_ROUND)
         starts = range(run.sent, last, size)
         parts = [run.tokens[start : min(start + size, last)] for start in starts]
-        return [_Item(run, publish_call(run.fence, part), self._take_published) for part in parts]
+        calls = [publish_call(run.fence, part, durable=run.durable) for part in parts]
+        return [_Item(run, call, self._take_published) for call in calls]
 
     def _label_item(self, run: Run) -> _Item:
         assert run.bound is not None
@@ -148,9 +149,11 @@ class Publisher:
 
     def _end_item(self, run: Run, end: End) -> _Item:
         if end.kind is EndKind.RELEASED:
-            return _Item(run, release_call(run.fence, end.reason, end.error), self._take_released)
+            release = release_call(run.fence, end.reason, end.error, durable=run.durable)
+            return _Item(run, release, self._take_released)
         call = finish_call(
             run.fence,
+            durable=run.durable,
             state=end.kind.value,
             finish_reason=end.reason,
             text=end.text,

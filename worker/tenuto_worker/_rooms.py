@@ -6,12 +6,13 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import redis
 
 from tenuto_client import Keys
-from tenuto_engine import CheckpointStore, CheckpointWriteError, CheckpointWriter
+from tenuto_engine import Checkpoint, CheckpointStore, CheckpointWriteError, CheckpointWriter
 
 from ._announcer import Announcer, Namespace
 from ._checkpoints import Checkpoints
@@ -55,6 +56,7 @@ class Rooms:
             self._client, self._keys, settings, identity, self.runs, self._namespace
         )
         self.writer = CheckpointWriter(
+            on_saved=self._checkpoint_saved,
             on_error=self._checkpoint_failed,
             max_pending=settings.slots * len(settings.models) + 2,
         )
@@ -178,7 +180,7 @@ class Rooms:
             self._settings,
             self._patience,
             engines={name: host.engine for name, host in self.decoder.hosts.items()},
-            checkpoints=Checkpoints(self._settings.checkpoints_dir, lambda: self._namespace.id),
+            checkpoints=Checkpoints(self._settings.checkpoints_dir),
             reach=self._identity.reach,
             outlets=Outlets(self.decoder.start, self.publisher.end, self.writer.submit),
         )
@@ -204,6 +206,13 @@ class Rooms:
     def _run_must_stop(self, run: Run) -> None:
         self.decoder.wake()
         self.publisher.wake()
+
+    def _checkpoint_saved(self, store: CheckpointStore, saved: Checkpoint, _path: Path) -> None:
+        run = self.runs.get(store.folder.name)
+        if run is not None and run.store is store:
+            # The pending token is in the checkpoint, too.
+            pending = saved.pending_token is not None
+            run.durable = max(run.durable, saved.generated_tokens + pending)
 
     def _checkpoint_failed(self, store: CheckpointStore, error: CheckpointWriteError) -> None:
         # Of a job that is over, the folder may be gone already.

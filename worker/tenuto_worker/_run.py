@@ -96,6 +96,8 @@ class Run:
         sent: how many of them stand in the stream. Moved by the publisher.
         sent_at: when it last sent some.
         store: where its checkpoints go; None before it is prepared.
+        durable: how many of its tokens the last durable checkpoint covers. Set by the preparer,
+            then by the writer.
         bound: what was stored with the claim; None before.
         label_sent: the label that Redis knows.
         end: set once, when the row is closed.
@@ -115,6 +117,7 @@ class Run:
         self.sent = 0
         self.sent_at = 0.0
         self.store: CheckpointStore | None = None
+        self.durable = claim.durable
         self.end: End | None = None
         self.end_tried = False
         self.exactness = claim.exactness
@@ -149,6 +152,11 @@ class Run:
     @property
     def unsent(self) -> int:
         return len(self.tokens) - self.sent
+
+    @property
+    def at_risk(self) -> int:
+        """How many published tokens a crash would have to compute again."""
+        return max(0, self.sent - self.durable)
 
     def ask_to_stop(self, why: Stop) -> bool:
         """Whether that was news."""

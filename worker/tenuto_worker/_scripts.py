@@ -48,7 +48,13 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A job as it was when an attempt took it. Absent values were not known yet."""
+    """A job as it was when an attempt took it. Absent values were not known yet.
+
+    Attributes:
+        durable: how many of its tokens the last durable checkpoint covered.
+        namespace: id of the data set that the job belongs to.
+        heirs: ids of the earlier ones whose checkpoints it may go on from.
+    """
 
     fence: Fence
     model: str
@@ -60,6 +66,9 @@ class Claim:
     exactness: str
     exactness_reason: str | None
     attempts: int
+    durable: int
+    namespace: str
+    heirs: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,17 +151,20 @@ def claim_call(
     return Call("claim", (model, *own, *terms), _claim)
 
 
-def publish_call(fence: Fence, tokens: Sequence[Token]) -> Call[Published]:
-    """Append tokens of consecutive indexes to the job's stream."""
+def publish_call(fence: Fence, tokens: Sequence[Token], *, durable: int) -> Call[Published]:
+    """Append tokens of consecutive indexes to the job's stream.
+
+    `durable` is how many of the job's tokens the last durable checkpoint covers, here and below.
+    """
     span = (tokens[0].index, tokens[-1].index)
-    return Call("publish", (*_fence(fence), *span, pack_tokens(tokens)), _published)
+    return Call("publish", (*_fence(fence), durable, *span, pack_tokens(tokens)), _published)
 
 
 def renew_call(
-    fence: Fence, *, holder: str, lease_ms: int, phase: str, done: int, total: int
+    fence: Fence, *, durable: int, holder: str, lease_ms: int, phase: str, done: int, total: int
 ) -> Call[Renewed]:
     """Keep the lease of a running attempt and tell how far it is."""
-    return Call("renew", (*_fence(fence), holder, lease_ms, phase, done, total), _renewed)
+    return Call("renew", (*_fence(fence), durable, holder, lease_ms, phase, done, total), _renewed)
 
 
 def bind_call(
@@ -175,6 +187,7 @@ def bind_call(
 def finish_call(
     fence: Fence,
     *,
+    durable: int,
     state: str,
     finish_reason: str | None = None,
     text: str = "",
@@ -184,12 +197,13 @@ def finish_call(
 ) -> Call[str]:
     """End the job. Answers `ok`, `fenced`, or `requeued` when a resume overtook the cancel."""
     end = (state, finish_reason or "", text, error)
-    return Call("finish", (*_fence(fence), *end, exactness, exactness_reason or ""), _word)
+    label = (exactness, exactness_reason or "")
+    return Call("finish", (*_fence(fence), durable, *end, *label), _word)
 
 
-def release_call(fence: Fence, reason: str, error: str = "") -> Call[str]:
+def release_call(fence: Fence, reason: str, error: str = "", *, durable: int) -> Call[str]:
     """Hand the job back. Answers `fenced` or the state that it is in now."""
-    return Call("release", (*_fence(fence), reason, error), _word)
+    return Call("release", (*_fence(fence), durable, reason, error), _word)
 
 
 def reap_call(job_id: str) -> Call[Reaped]:
@@ -272,16 +286,30 @@ class JobScripts:
         )
         return self.run(call) == "ok"
 
-    def publish(self, fence: Fence, tokens: Sequence[Token]) -> Published:
+    def publish(self, fence: Fence, tokens: Sequence[Token], *, durable: int = 0) -> Published:
         """Append tokens of consecutive indexes to the job's stream."""
-        return self.run(publish_call(fence, tokens))
+        return self.run(publish_call(fence, tokens, durable=durable))
 
     def renew(
-        self, fence: Fence, *, holder: str, lease_ms: int, phase: str, done: int, total: int
+        self,
+        fence: Fence,
+        *,
+        durable: int = 0,
+        holder: str,
+        lease_ms: int,
+        phase: str,
+        done: int,
+        total: int,
     ) -> Renewed:
         """Keep the lease of a running attempt and tell how far it is."""
         call = renew_call(
-            fence, holder=holder, lease_ms=lease_ms, phase=phase, done=done, total=total
+            fence,
+            durable=durable,
+            holder=holder,
+            lease_ms=lease_ms,
+            phase=phase,
+            done=done,
+            total=total,
         )
         return self.run(call)
 
@@ -289,6 +317,7 @@ class JobScripts:
         self,
         fence: Fence,
         *,
+        durable: int = 0,
         state: str,
         finish_reason: str | None = None,
         text: str = "",
@@ -299,6 +328,7 @@ class JobScripts:
         """End the job. Returns `ok`, `fenced`, or `requeued` when a resume overtook the cancel."""
         call = finish_call(
             fence,
+            durable=durable,
             state=state,
             finish_reason=finish_reason,
             text=text,
@@ -308,9 +338,9 @@ class JobScripts:
         )
         return self.run(call)
 
-    def release(self, fence: Fence, reason: str, error: str = "") -> str:
+    def release(self, fence: Fence, reason: str, error: str = "", *, durable: int = 0) -> str:
         """Hand the job back. Returns `fenced` or the state that it is in now."""
-        return self.run(release_call(fence, reason, error))
+        return self.run(release_call(fence, reason, error, durable=durable))
 
     def reap(self, job_id: str) -> str:
         """Requeue a running job without a lease. Returns `alive` or the state it is in now."""
@@ -356,12 +386,13 @@ def _reaped(reply: list[bytes]) -> Reaped:
     return Reaped(state.decode(), worker.decode())
 
 
-def _claim(reply: list[bytes]) -> Claim | list[Left]:
+def _claim(reply: list[Any]) -> Claim | list[Left]:
     word, *rest = reply or [b"left"]
     if word == b"left":
         triples = zip(rest[::3], rest[1::3], rest[2::3], strict=True)
         return [Left(job.decode(), float(wait), why.decode()) for job, wait, why in triples]
-    fields = dict(zip(reply[::2], reply[1::2], strict=True))
+    namespace, heirs, values = rest
+    fields = dict(zip(values[::2], values[1::2], strict=True))
 
     def text(name: bytes) -> str | None:
         value = fields.get(name)
@@ -378,4 +409,7 @@ def _claim(reply: list[bytes]) -> Claim | list[Left]:
         exactness=fields[b"exactness"].decode(),
         exactness_reason=text(b"exactness_reason"),
         attempts=int(fields[b"attempts"]),
+        durable=int(fields[b"durable"]),
+        namespace=namespace.decode(),
+        heirs=frozenset(heir.decode() for heir in heirs),
     )

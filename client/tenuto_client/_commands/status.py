@@ -40,6 +40,7 @@ def _rows(record: JobRecord, waits: str | None) -> list[tuple[str, str]]:
         ("tokens", f"{record.tokens} of at most {record.max_tokens}"),
         ("prompt", None if record.prompt_tokens is None else f"{record.prompt_tokens} tokens"),
         ("progress", _phase(record)),
+        ("at risk", _at_risk(record)),
         ("finish reason", record.finish_reason),
         ("error", record.error),
         ("exactness", record.exactness),
@@ -58,6 +59,12 @@ def _phase(record: JobRecord) -> str | None:
     if record.phase not in QUIET_PHASES:
         return None
     return f"{record.phase} {record.phase_done or 0} of {record.phase_total or 0}"
+
+
+def _at_risk(record: JobRecord) -> str | None:
+    if record.tokens_at_risk is None:
+        return None
+    return f"{count(record.tokens_at_risk, 'token')} since the last checkpoint"
 
 
 def _attempt(record: JobRecord) -> str:

@@ -1,12 +1,19 @@
 -- Take the best queued job of a model: highest priority, then tenants in turn, then age.
 -- A: model, holder, nonce, fingerprint, reach, lease in ms, exact_wait in s, 1 when this nonce was tried before
 -- A job that has begun is left for exact_wait to workers of its own fingerprint and checkpoint reach.
--- Returns the fields of the job's hash. Where there is no job for this worker: an empty list; or 'left' and,
+-- Returns 'job', the id of this data set, the ids of the earlier ones whose checkpoints may be used, and the
+-- fields of the job's hash. Where there is no job for this worker: an empty list; or 'left' and,
 -- of up to 16 jobs that it has to leave to others, three values each: id, seconds for which it still must, 'geometry' or 'checkpoints' as the reason.
 local model, holder, nonce, fingerprint, reach = A[1], A[2], A[3], A[4], A[5]
 local lease_ms, exact_wait = A[6], tonumber(A[7])
 local at = now()
 local left = {}
+
+-- With the job, so that no attempt takes the id of a data set that was emptied since for that of its job.
+local function answer(id)
+  redis.call('SET', key_namespace(), nonce, 'NX')
+  return { 'job', redis.call('GET', key_namespace()), redis.call('SMEMBERS', key_heirs()), redis.call('HGETALL', key_job(id)) }
+end
 
 local function suits(id)
   local mine, where, queued_at, tokens =
@@ -31,17 +38,18 @@ local function take(id, lane, priority)
   redis.call('HSET', job, 'state', 'running', 'worker', holder, 'nonce', nonce,
     'claimed_at', stamp(), 'moved', 0)
   redis.call('HSETNX', job, 'started_at', stamp())
+  redis.call('HSETNX', job, 'durable', 0)
   redis.call('HINCRBY', job, 'attempts', 1)
   redis.call('ZADD', key_running(), at, id)
   redis.call('SET', key_lease(id), holder .. '|' .. epoch .. '|' .. nonce, 'PX', lease_ms)
   drop_ticket(id)
   emit(id, { type = 'state', state = 'running', epoch = tonumber(epoch), worker = holder })
-  return redis.call('HGETALL', job)
+  return answer(id)
 end
 
 if A[8] == '1' then -- the answer to an earlier call may have been lost on its way
   for _, id in ipairs(redis.call('ZRANGE', key_running(), 0, -1)) do
-    if get(id, 'nonce') == nonce then return redis.call('HGETALL', key_job(id)) end
+    if get(id, 'nonce') == nonce then return answer(id) end
   end
 end
 

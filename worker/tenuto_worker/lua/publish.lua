@@ -1,15 +1,15 @@
--- Append tokens first..last to the stream. A: id, epoch, nonce, first, last, payload
+-- Append tokens first..last to the stream. A: id, epoch, nonce, durable, first, last, payload
 -- Returns {'ok' | 'replay' | 'gap' | 'fenced', published tokens, 1 when a cancel is wanted}.
-local id, epoch, nonce, first, last, payload = A[1], A[2], A[3], tonumber(A[4]), tonumber(A[5]), A[6]
+local id, epoch, nonce, durable, first, last, payload = A[1], A[2], A[3], A[4], tonumber(A[5]), tonumber(A[6]), A[7]
 if not owned(id, epoch, nonce) then return { 'fenced', 0, 0 } end
 local published, wanted = unpack(redis.call('HMGET', key_job(id), 'tokens', 'max_tokens'))
 published = tonumber(published)
 if last <= published then return { 'replay', published, cancel_wanted(id) } end
 -- An entry that begins with tokens that stand there would put them into the stream a second time.
 if first ~= published + 1 then return { 'gap', published, cancel_wanted(id) } end
-redis.call('XADD', key_stream(id), A[5] .. '-0', 't', payload)
+redis.call('XADD', key_stream(id), A[6] .. '-0', 't', payload)
 -- The next renewal is seconds away; until then the progress would still be that of the prompt.
-redis.call('HSET', key_job(id), 'tokens', A[5], 'events', 0,
-  'phase', 'decode', 'phase_done', A[5], 'phase_total', wanted)
+redis.call('HSET', key_job(id), 'tokens', A[6], 'events', 0, 'durable', durable,
+  'phase', 'decode', 'phase_done', A[6], 'phase_total', wanted)
 progressed(id)
 return { 'ok', last, cancel_wanted(id) }
