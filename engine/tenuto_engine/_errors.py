@@ -91,7 +91,14 @@ class CheckpointCorrupt(_CheckpointFileError):
     Attributes:
         path: the file.
         reason: what check it failed.
+        offset: where in the file its first bad record begins; None if all of it is bad.
     """
+
+    def __init__(
+        self, path: Path, reason: str, *, offset: int | None = None, hint: str | None = None
+    ) -> None:
+        super().__init__(path, reason, hint=hint)
+        self.offset = offset
 
 
 class CheckpointWriteError(_CheckpointFileError):

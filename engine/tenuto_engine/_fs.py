@@ -12,6 +12,8 @@ if sys.platform == "darwin":
 
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
+# macOS refuses to write 2 GiB or more in one call.
+_MOST_AT_ONCE = 2**30
 
 
 class FileSystem:
@@ -22,11 +24,31 @@ class FileSystem:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.open(path, flags, FILE_MODE)
 
+    def open(self, path: Path) -> int:
+        """Open an existing file for writing; its bytes stay as they are."""
+        return os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
     def write(self, handle: int, data: bytes | memoryview) -> None:
         """Write all of ``data``, one-dimensional bytes, however many calls that takes."""
         rest = memoryview(data)
         while rest:
-            rest = rest[os.write(handle, rest) :]
+            rest = rest[os.write(handle, rest[:_MOST_AT_ONCE]) :]
+
+    def write_at(self, handle: int, data: bytes | memoryview, offset: int) -> None:
+        """Write all of ``data``, one-dimensional bytes, from ``offset`` in the file."""
+        rest = memoryview(data)
+        while rest:
+            written = os.pwrite(handle, rest[:_MOST_AT_ONCE], offset)
+            rest = rest[written:]
+            offset += written
+
+    def truncate(self, handle: int, length: int) -> None:
+        """Cut the file to ``length`` bytes."""
+        os.ftruncate(handle, length)
+
+    def links(self, handle: int) -> int:
+        """How many names the file has; 0 once it was removed."""
+        return os.fstat(handle).st_nlink
 
     def sync(self, handle: int) -> None:
         """Return once the file's bytes survive a loss of power."""

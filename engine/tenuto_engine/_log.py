@@ -1,0 +1,223 @@
+"""``LogFile``: one attempt's file of records as it is read, and the files beside it.
+
+Each attempt (epoch and nonce) has names of its own, so nobody ever writes into another's file.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from tenuto_engine._cache_tree import HostArray
+from tenuto_engine._errors import CheckpointCorrupt
+from tenuto_engine._headers import Begin, Content, End, Span, State
+from tenuto_engine._names import FileKind, FileName
+from tenuto_engine._parsing import HeaderParser
+from tenuto_engine._records import (
+    HEAD_BYTES,
+    NO_DIGEST,
+    BadRecord,
+    Damaged,
+    Reader,
+    Record,
+    Torn,
+    check_head,
+    read_blob,
+    read_record,
+)
+
+
+class Entry(NamedTuple):
+    """A record with what its header says."""
+
+    record: Record
+    content: Content
+
+
+class SpanEntry(NamedTuple):
+    """A PART or COMMIT record with what its header says.
+
+    Attributes:
+        record, span: the two.
+        generated: generated tokens of the job up to and with this record.
+    """
+
+    record: Record
+    span: Span
+    generated: int
+
+
+@dataclass(frozen=True, slots=True)
+class LogFile:
+    """The longest prefix of whole, chained records of a log. Only headers were read.
+
+    Attributes:
+        path: the file.
+        begin: what the attempt started from.
+        first: the record of it.
+        spans: the records after it.
+        end_of_valid: byte after the last of them.
+        size: bytes of the file.
+        tail: None if nothing follows; "torn" if what follows is what a crash leaves; else
+            "damaged: " and why.
+    """
+
+    path: Path
+    begin: Begin
+    first: Record
+    spans: tuple[SpanEntry, ...]
+    end_of_valid: int
+    size: int
+    tail: str | None
+
+    @classmethod
+    def scan(cls, path: Path) -> LogFile:
+        """Read all headers of the log at `path`, in a folder named as the job.
+
+        Raises:
+            CheckpointCorrupt: it cannot be read, is not a log, or is that of another attempt.
+        """
+        try:
+            with Reader(path) as reader:
+                return _scan(reader)
+        except OSError as error:
+            raise unreadable(path, error) from error
+
+    @property
+    def name(self) -> FileName:
+        """The file's name, in parts."""
+        return FileName(self.begin.epoch, self.begin.nonce, FileKind.LOG)
+
+    def state_path(self, number: int) -> Path:
+        """One of the two files beside it that hold state arrays."""
+        kind = (FileKind.STATE_0, FileKind.STATE_1)[number]
+        return self.path.with_name(str(self.name._replace(kind=kind)))
+
+
+def _scan(reader: Reader) -> LogFile:
+    parser = HeaderParser()
+    first, begin = _read_begin(reader, parser, FileKind.LOG)
+    spans: list[SpanEntry] = []
+    before, generated = first, _generated_before(begin)
+    tail = None
+    while before.end < reader.size:
+        try:
+            entry = _read_next(reader, parser, before)
+            span, generated = _check_span(entry, begin, generated)
+        except Torn:
+            tail = "torn"
+            break
+        except Damaged as error:
+            tail = f"damaged: {error}"
+            break
+        spans.append(SpanEntry(entry.record, span, generated))
+        before = entry.record
+    return LogFile(reader.path, begin, first, tuple(spans), before.end, reader.size, tail)
+
+
+def _read_begin(reader: Reader, parser: HeaderParser, kind: FileKind) -> tuple[Record, Begin]:
+    offset = 0
+    try:
+        check_head(reader)
+        offset = HEAD_BYTES
+        record, header = read_record(reader, offset)
+        begin = parser.parse(record, header)
+    except BadRecord as error:
+        raise CheckpointCorrupt(reader.path, str(error), offset=offset) from error
+    if not isinstance(begin, Begin) or record.seq != 0:
+        raise CheckpointCorrupt(reader.path, "it does not begin with BEGIN", offset=offset)
+    prev = begin.continues.digest if begin.continues else NO_DIGEST
+    own = str(FileName(begin.epoch, begin.nonce, kind))
+    if record.prev != prev:
+        raise CheckpointCorrupt(reader.path, "its BEGIN contradicts itself", offset=offset)
+    if reader.path.name != own or begin.job != reader.path.parent.name:
+        raise CheckpointCorrupt(reader.path, "it belongs to another job or attempt", offset=offset)
+    return record, begin
+
+
+def _read_next(reader: Reader, parser: HeaderParser, before: Record) -> Entry:
+    record, header = read_record(reader, before.end)
+    if record.seq != before.seq + 1 or record.prev != before.digest:
+        raise Damaged("the record does not follow the one before it")
+    return Entry(record, parser.parse(record, header))
+
+
+def _generated_before(begin: Begin) -> int:
+    return max(0, begin.continues.position - begin.prompt_tokens) if begin.continues else 0
+
+
+def _check_span(entry: Entry, begin: Begin, generated: int) -> tuple[Span, int]:
+    """Check a record against the tokens so far, and count on."""
+    span = entry.content
+    if not isinstance(span, Span):
+        raise Damaged("no such record belongs into a log")
+    commit = span.commit
+    if commit is None:
+        return span, generated
+    if commit.first > generated + 1:
+        raise Damaged("tokens are missing before the record's first")
+    generated = commit.first - 1 + len(commit.tokens)
+    in_prefill = generated == 0 and commit.pending_token is None
+    known, prompt = len(begin.prompt), begin.prompt_tokens
+    whole = known == prompt and span.stop == prompt + generated
+    if not (whole or (in_prefill and span.stop <= known)):
+        raise Damaged("the record's positions are not those of its tokens")
+    return span, generated
+
+
+def read_state(path: Path, commit: SpanEntry) -> list[tuple[int, HostArray]]:
+    """Read the state file of a commit: each array with the number of its leaf.
+
+    Raises:
+        CheckpointCorrupt: it cannot be read, is damaged, or is of another commit by now.
+    """
+    try:
+        with Reader(path) as reader:
+            record, state = _read_state_header(reader)
+            wanted = commit.span.state
+            theirs = (record.digest, record.seq, record.prev)
+            if wanted is None or theirs != (wanted.digest, commit.record.seq, commit.record.prev):
+                raise Damaged("it holds the state of another commit")
+            return [
+                (leaf, HostArray(name, info.dtype, read_blob(reader, info)))
+                for (leaf, name), info in zip(state.members, record.blobs, strict=True)
+            ]
+    except BadRecord as error:
+        raise CheckpointCorrupt(path, str(error), offset=0) from error
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def _read_state_header(reader: Reader) -> tuple[Record, State]:
+    check_head(reader)
+    record, header = read_record(reader, HEAD_BYTES)
+    state = HeaderParser().parse(record, header)
+    if not isinstance(state, State) or record.end != reader.size:
+        raise Damaged("it is not a state file")
+    return record, state
+
+
+def read_end(path: Path) -> tuple[Begin, End]:
+    """Read a file that says how a job ended.
+
+    Raises:
+        CheckpointCorrupt: it cannot be read, is damaged, or is that of another attempt.
+    """
+    try:
+        with Reader(path) as reader:
+            parser = HeaderParser()
+            first, begin = _read_begin(reader, parser, FileKind.END)
+            entry = _read_next(reader, parser, first)
+            if not isinstance(entry.content, End) or entry.record.end != reader.size:
+                raise Damaged("it does not say how the job ended")
+            return begin, entry.content
+    except BadRecord as error:
+        raise CheckpointCorrupt(path, str(error), offset=0) from error
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: OSError) -> CheckpointCorrupt:
+    """What is raised when the disk does not give a file."""
+    return CheckpointCorrupt(path, f"cannot be read: {error.strerror or error}")
