@@ -11,10 +11,9 @@ the whole cache.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import numpy as np
@@ -29,72 +28,46 @@ from tenuto_engine._cache_kinds import (
     known_kinds,
     require,
 )
+from tenuto_engine._cache_tree import (
+    HOST_DTYPES,
+    CacheState,
+    Data,
+    HostArray,
+    Leaf,
+    TypedArray,
+    children,
+    describe,
+    kind_name,
+    layout_of,
+    leaf_caches,
+    leaf_of,
+    leaves,
+    parts,
+    signature_of,
+)
 from tenuto_engine._delta import Bits, Blob, Layout, Member, StateArray
 from tenuto_engine._errors import CheckpointError, ResumeMismatch, UnsupportedCache
 
-# How an element of each mlx dtype travels in numpy. Only bfloat16 has no numpy
-# twin; its bits travel as uint16.
-HOST_DTYPES: Final[Mapping[str, str]] = {
-    "bool": "bool",
-    "uint8": "uint8",
-    "uint16": "uint16",
-    "uint32": "uint32",
-    "uint64": "uint64",
-    "int8": "int8",
-    "int16": "int16",
-    "int32": "int32",
-    "int64": "int64",
-    "float16": "float16",
-    "float32": "float32",
-    "float64": "float64",
-    "bfloat16": "uint16",
-    "complex64": "complex64",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class HostArray:
-    """One array of a cache, in memory that nothing else holds.
-
-    Attributes:
-        name: what the array is within its cache, as ``keys`` or ``state.0``.
-        dtype: the mlx name of its dtype, a key of ``HOST_DTYPES``.
-        data: its elements, C-contiguous; a bfloat16 as the uint16 of its bits.
-    """
-
-    name: str
-    dtype: str
-    data: Bits
-
-
-@dataclass(frozen=True, slots=True)
-class CacheState:
-    """One mlx-lm cache object as host data.
-
-    Attributes:
-        kind: the class name, a key of the fixed table.
-        meta: the integers that decide how the cache behaves.
-        arrays: its arrays: the positional ones, ``[batch, heads, positions, width]`` without the
-            spare slots of the live buffer (a ring's as it is), in the order of their kind, then
-            the state arrays.
-        children: the caches inside, of a ``CacheList``.
-    """
-
-    kind: str
-    meta: Mapping[str, int]
-    arrays: tuple[HostArray, ...]
-    children: tuple[CacheState, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        own = sum(array.data.nbytes for array in self.arrays)
-        return own + sum(child.nbytes for child in self.children)
+__all__ = [
+    "HOST_DTYPES",
+    "Bits",
+    "CacheState",
+    "HostArray",
+    "bytes_per_position",
+    "check_supported",
+    "layouts",
+    "rebuild",
+    "settle_after_prefill",
+    "signature",
+    "snapshot",
+    "take",
+]
 
 
 def check_supported(caches: Sequence[Any]) -> None:
     """Raise ``UnsupportedCache``, naming the class, if a cache cannot be saved exactly."""
     for layer, cache in enumerate(caches):
-        for part in _parts(cache):
+        for part in parts(cache):
             if kind_of(part) is None:
                 raise UnsupportedCache(
                     f"layer {layer} keeps its state in a {type(part).__name__}, "
@@ -109,7 +82,7 @@ def layouts(caches: Sequence[Any]) -> tuple[Layout, ...]:
     Raises:
         CheckpointError: a cache is in a state that could not be restored.
     """
-    return tuple(_layout(cache) for cache in caches)
+    return tuple(layout_of(cache) for cache in caches)
 
 
 def signature(caches: Sequence[Any]) -> tuple[object, ...]:
@@ -117,12 +90,12 @@ def signature(caches: Sequence[Any]) -> tuple[object, ...]:
 
     Once it differs, positions saved before say nothing about the caches of now.
     """
-    return tuple(_signature(layout) for layout in layouts(caches))
+    return tuple(signature_of(layout) for layout in layouts(caches))
 
 
 def bytes_per_position(caches: Sequence[Any]) -> int:
     """Bytes that one position takes in all positional arrays together; 0 while they are empty."""
-    buffers = [array.data for leaf in _leaves(caches) for array in leaf.buffers]
+    buffers = [array.data for leaf in leaves(caches) for array in leaf.buffers]
     return sum(data.itemsize * _elements_per_position(data) for data in buffers)
 
 
@@ -140,16 +113,16 @@ def take(
         start, stop: absolute positions; ``stop`` may lie below the offset.
         state: whether the state arrays are taken too.
     """
-    leaves = list(_leaves(caches))
+    read = list(leaves(caches))
     groups: dict[tuple[str, tuple[int, ...]], list[tuple[Member, Data]]] = defaultdict(list)
-    for number, leaf in enumerate(leaves):
+    for number, leaf in enumerate(read):
         for member, part in _slices(number, leaf, start, stop):
             groups[leaf.buffers[member.array].dtype, tuple(part.shape)].append((member, part))
     blobs = tuple(
         Blob(dtype, tuple(member for member, _ in parts), _stack_bits([part for _, part in parts]))
         for (dtype, _), parts in groups.items()
     )
-    return blobs, _take_state(leaves) if state else ()
+    return blobs, _take_state(read) if state else ()
 
 
 def snapshot(caches: Sequence[Any]) -> list[CacheState]:
@@ -160,14 +133,14 @@ def snapshot(caches: Sequence[Any]) -> list[CacheState]:
         CheckpointError: a cache is in a state that could not be restored.
     """
     described = layouts(caches)
-    leaves = [leaf.trimmed() for leaf in _leaves(caches)]
-    copies = _copies([array for leaf in leaves for array in leaf.arrays().values()])
+    read = [leaf.trimmed() for leaf in leaves(caches)]
+    copies = _copies([array for leaf in read for array in leaf.arrays().values()])
     mx.eval([copy for copy in copies if isinstance(copy, mx.array)])
     # Copied once more, since evaluated arrays may share the memory of a whole group.
     host = iter([np.array(copy, copy=True, order="C") for copy in copies])
     states = iter(
         tuple(HostArray(name, array.dtype, next(host)) for name, array in leaf.arrays().items())
-        for leaf in leaves
+        for leaf in read
     )
     return [_state(layout, states) for layout in described]
 
@@ -185,12 +158,9 @@ def rebuild(states: Sequence[CacheState], make: Callable[[], list[Any]]) -> list
         CheckpointError: a state contradicts itself.
     """
     caches = make()
-    fits = len(states) == len(caches) and all(map(_fits, states, caches))
-    if not fits:
-        saved = _summary([_tree(state.kind, state.children) for state in states])
-        wanted = _summary([_tree(type(c).__name__, _children(c)) for c in caches])
+    if len(states) != len(caches) or not all(map(_fits, states, caches)):
         raise ResumeMismatch(
-            f"the checkpoint has caches {saved}, the model {wanted}",
+            f"the checkpoint has caches {describe(states)}, the model {describe(caches)}",
             hint="it was written by another model",
         )
     check_supported(caches)
@@ -205,138 +175,17 @@ def settle_after_prefill(caches: Sequence[Any]) -> None:
 
     A prefill may leave a buffer that holds the projections as they came, transposed.
     """
-    for leaf in _live_leaves(caches):
-        kind = entry(_kind(leaf))
+    for leaf in leaf_caches(caches):
+        kind = entry(kind_name(leaf))
         if kind.strided:
             kind.rebind(leaf, [mx.contiguous(buffer) for buffer in kind.buffers(leaf)])
-    mx.eval([array.data for leaf in _leaves(caches) for array in leaf.arrays().values()])
+    mx.eval([array.data for leaf in leaves(caches) for array in leaf.arrays().values()])
 
 
-# -- the tree of caches ----------------------------------------------------------------
+# -- copies ----------------------------------------------------------------------------
 
 
-def _children(cache: Any) -> Sequence[Any]:
-    if isinstance(cache, CacheState):
-        return cache.children
-    return cast("Sequence[Any]", cache.caches) if kind_of(cache) == CACHE_LIST else ()
-
-
-def _parts(cache: Any) -> Iterator[Any]:
-    yield cache
-    for child in _children(cache):
-        yield from _parts(child)
-
-
-def _live_leaves(caches: Sequence[Any]) -> Iterator[Any]:
-    for cache in caches:
-        for part in _parts(cache):
-            if _kind(part) != CACHE_LIST:
-                yield part
-
-
-def _kind(cache: Any) -> str:
-    if isinstance(cache, CacheState):
-        return cache.kind
-    kind = kind_of(cache)
-    if kind is None:
-        raise UnsupportedCache(f"a {type(cache).__name__} cannot be checkpointed exactly")
-    return kind
-
-
-def _meta(cache: Any) -> Mapping[str, int]:
-    return cache.meta if isinstance(cache, CacheState) else entry(_kind(cache)).meta(cache)
-
-
-def _layout(cache: Any) -> Layout:
-    kind, meta = _kind(cache), _meta(cache)
-    check_meta(kind, meta)
-    return Layout(kind, meta, tuple(_layout(child) for child in _children(cache)))
-
-
-def _signature(layout: Layout) -> tuple[object, ...]:
-    settings = tuple(layout.meta[name] for name in entry(layout.kind).settings)
-    return (layout.kind, settings, tuple(_signature(child) for child in layout.children))
-
-
-def _state(layout: Layout, arrays: Iterator[tuple[HostArray, ...]]) -> CacheState:
-    own = next(arrays) if layout.kind != CACHE_LIST else ()
-    children = tuple(_state(child, arrays) for child in layout.children)
-    return CacheState(layout.kind, layout.meta, own, children)
-
-
-def _fits(state: CacheState, cache: Any) -> bool:
-    children = _children(cache)
-    return (
-        type(cache).__name__ in (state.kind, entry(state.kind).replaces)
-        and len(state.children) == len(children)
-        and all(map(_fits, state.children, children))
-    )
-
-
-def _tree(name: str, children: Sequence[Any]) -> str:
-    if not children:
-        return name
-    inside = [
-        _tree(c.kind if isinstance(c, CacheState) else type(c).__name__, _children(c))
-        for c in children
-    ]
-    return f"{name}({', '.join(inside)})"
-
-
-def _summary(kinds: list[str]) -> str:
-    return ", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)) or "none"
-
-
-# -- reading one leaf ------------------------------------------------------------------
-
-Data = mx.array | Bits
-
-
-class _Array(NamedTuple):
-    dtype: str
-    data: Data
-
-
-class _Leaf(NamedTuple):
-    """A cache without others inside, live or saved."""
-
-    kind: str
-    meta: Mapping[str, int]
-    buffers: tuple[_Array, ...]
-    state: Mapping[str, _Array]
-
-    def arrays(self) -> dict[str, _Array]:
-        names = entry(self.kind).arrays if self.buffers else ()
-        return dict(zip(names, self.buffers, strict=True)) | dict(self.state)
-
-    def trimmed(self) -> _Leaf:
-        """Without the spare slots of the buffers."""
-        used = slice(0, entry(self.kind).stored_length(self.meta))
-        return self._replace(
-            buffers=tuple(_Array(dtype, data[..., used, :]) for dtype, data in self.buffers)
-        )
-
-
-def _leaves(caches: Sequence[Any]) -> Iterator[_Leaf]:
-    for cache in _live_leaves(caches):
-        yield _saved_leaf(cache) if isinstance(cache, CacheState) else _live_leaf(cache)
-
-
-def _live_leaf(cache: Any) -> _Leaf:
-    kind = _kind(cache)
-    read = entry(kind)
-    buffers = tuple(_Array(_dtype_name(array), array) for array in read.buffers(cache))
-    state = {name: _Array(_dtype_name(a), a) for name, a in read.state(cache).items()}
-    return _Leaf(kind, read.meta(cache), buffers, state)
-
-
-def _saved_leaf(saved: CacheState) -> _Leaf:
-    state = {array.name: _Array(array.dtype, array.data) for array in saved.arrays}
-    buffers = tuple(state.pop(name) for name in entry(saved.kind).arrays if name in state)
-    return _Leaf(saved.kind, saved.meta, buffers, state)
-
-
-def _slices(number: int, leaf: _Leaf, start: int, stop: int) -> Iterator[tuple[Member, Data]]:
+def _slices(number: int, leaf: Leaf, start: int, stop: int) -> Iterator[tuple[Member, Data]]:
     for run in entry(leaf.kind).held(leaf.meta):
         part = run.within(start, stop)
         if part.length and leaf.buffers:
@@ -345,10 +194,10 @@ def _slices(number: int, leaf: _Leaf, start: int, stop: int) -> Iterator[tuple[M
                 yield Member(number, index, part.position), array.data[..., slots, :]
 
 
-def _take_state(leaves: Sequence[_Leaf]) -> tuple[StateArray, ...]:
+def _take_state(read: Sequence[Leaf]) -> tuple[StateArray, ...]:
     named = [
         (number, name, array)
-        for number, leaf in enumerate(leaves)
+        for number, leaf in enumerate(read)
         for name, array in leaf.state.items()
     ]
     copies = _copies([array for *_, array in named])
@@ -358,10 +207,13 @@ def _take_state(leaves: Sequence[_Leaf]) -> tuple[StateArray, ...]:
     )
 
 
-# -- copies ----------------------------------------------------------------------------
+def _state(layout: Layout, arrays: Iterator[tuple[HostArray, ...]]) -> CacheState:
+    own = next(arrays) if layout.kind != CACHE_LIST else ()
+    inside = tuple(_state(child, arrays) for child in layout.children)
+    return CacheState(layout.kind, layout.meta, own, inside)
 
 
-def _copies(arrays: Sequence[_Array]) -> list[Data]:
+def _copies(arrays: Sequence[TypedArray]) -> list[Data]:
     """Copy each array, with one operation for all of a shape and dtype."""
     groups: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
     for place, (dtype, data) in enumerate(arrays):
@@ -387,16 +239,23 @@ def _elements_per_position(data: Data) -> int:
     return int(batch * heads * width)
 
 
-def _dtype_name(array: mx.array) -> str:
-    return str(array.dtype).removeprefix("mlx.core.")
-
-
 # -- building --------------------------------------------------------------------------
+
+
+def _fits(state: CacheState, cache: Any) -> bool:
+    inside = children(cache)
+    return (
+        type(cache).__name__ in (state.kind, entry(state.kind).replaces)
+        and len(state.children) == len(inside)
+        and all(map(_fits, state.children, inside))
+    )
 
 
 def _build(where: str, state: CacheState, cache: Any) -> Any:
     check_meta(state.kind, state.meta)
     if state.kind == CACHE_LIST:
+        if state.arrays:
+            raise CheckpointError(f"{where}: a list of caches has arrays of its own")
         pairs = zip(state.children, cache.caches, strict=True)
         cache.caches = tuple(_build(where, child, live) for child, live in pairs)
         return cache
@@ -411,7 +270,7 @@ def _build(where: str, state: CacheState, cache: Any) -> Any:
         raise CheckpointError(f"{where} ({state.kind}): {error}") from error
     # Layer by layer, so that never more than one is held twice. And evaluated, since
     # attention kernels may be chosen by whether their operands are, and a live cache's are.
-    mx.eval([array.data for array in _live_leaf(cache).arrays().values()])
+    mx.eval([array.data for array in leaf_of(cache).arrays().values()])
     return cache
 
 
