@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("MLX_CUDA_USE_CUDNN_SDPA", "0")
 
 if TYPE_CHECKING:
+    from tenuto_engine._budget import DiskBudget as DiskBudget
     from tenuto_engine._caches import CacheState as CacheState
     from tenuto_engine._checkpoint import Checkpoint as Checkpoint
     from tenuto_engine._engine import Engine as Engine
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from tenuto_engine._writer import CheckpointWriter as CheckpointWriter
 
 _HOMES = {
+    "_budget": ["DiskBudget"],
     "_caches": ["CacheState"],
     "_checkpoint": ["Checkpoint"],
     "_engine": ["Engine"],
