@@ -5,14 +5,14 @@ Each attempt (epoch and nonce) has names of its own, so nobody ever writes into 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple, Self
 
 from tenuto_engine._cache_tree import HostArray
 from tenuto_engine._errors import CheckpointCorrupt
-from tenuto_engine._headers import Begin, Content, End, Span, State
-from tenuto_engine._names import FileKind, FileName
+from tenuto_engine._headers import STATE_FILES, Begin, Content, End, Span, State
 from tenuto_engine._parsing import HeaderParser
 from tenuto_engine._records import (
     HEAD_BYTES,
@@ -26,6 +26,53 @@ from tenuto_engine._records import (
     read_blob,
     read_record,
 )
+
+NONCE: Final = re.compile(r"[A-Za-z0-9_]{1,64}")
+TEMPORARY: Final = ".tmp"
+_MAX_EPOCH_DIGITS: Final = 10
+_ENDINGS: Final = (
+    *("log", "end", f"end{TEMPORARY}"),
+    *(f"{number}.state" for number in range(STATE_FILES)),
+)
+_NAME: Final = re.compile(rf"([0-9]+)-({NONCE.pattern})\.({'|'.join(map(re.escape, _ENDINGS))})")
+
+
+class Attempt(NamedTuple):
+    """Whose files they are, and what these are called. Ordered by epoch.
+
+    Attributes:
+        epoch: which attempt at the job.
+        nonce: the attempt's own, of ``NONCE``.
+    """
+
+    epoch: int
+    nonce: str
+
+    @classmethod
+    def of_file(cls, name: str) -> Self | None:
+        """The attempt that a file of this name belongs to; None if it is not one of ours."""
+        match = _NAME.fullmatch(name)
+        if match is None or len(match[1]) > _MAX_EPOCH_DIGITS:
+            return None
+        found = cls(int(match[1]), match[2])
+        return found if f"{found}.{match[3]}" == name else None
+
+    def __str__(self) -> str:
+        return f"{self.epoch:08d}-{self.nonce}"
+
+    @property
+    def log(self) -> str:
+        """Name of the log."""
+        return f"{self}.log"
+
+    @property
+    def end(self) -> str:
+        """Name of the file that says how the job ended."""
+        return f"{self}.end"
+
+    def state(self, number: int) -> str:
+        """Name of one of the two files that hold state arrays."""
+        return f"{self}.{number}.state"
 
 
 class Entry(NamedTuple):
@@ -85,19 +132,18 @@ class LogFile:
             raise unreadable(path, error) from error
 
     @property
-    def name(self) -> FileName:
-        """The file's name, in parts."""
-        return FileName(self.begin.epoch, self.begin.nonce, FileKind.LOG)
+    def attempt(self) -> Attempt:
+        """Whose it is."""
+        return Attempt(self.begin.epoch, self.begin.nonce)
 
     def state_path(self, number: int) -> Path:
         """One of the two files beside it that hold state arrays."""
-        kind = (FileKind.STATE_0, FileKind.STATE_1)[number]
-        return self.path.with_name(str(self.name._replace(kind=kind)))
+        return self.path.with_name(self.attempt.state(number))
 
 
 def _scan(reader: Reader) -> LogFile:
     parser = HeaderParser()
-    first, begin = _read_begin(reader, parser, FileKind.LOG)
+    first, begin = _read_begin(reader, parser)
     spans: list[SpanEntry] = []
     before, generated = first, _generated_before(begin)
     tail = None
@@ -116,7 +162,7 @@ def _scan(reader: Reader) -> LogFile:
     return LogFile(reader.path, begin, first, tuple(spans), before.end, reader.size, tail)
 
 
-def _read_begin(reader: Reader, parser: HeaderParser, kind: FileKind) -> tuple[Record, Begin]:
+def _read_begin(reader: Reader, parser: HeaderParser) -> tuple[Record, Begin]:
     offset = 0
     try:
         check_head(reader)
@@ -128,10 +174,10 @@ def _read_begin(reader: Reader, parser: HeaderParser, kind: FileKind) -> tuple[R
     if not isinstance(begin, Begin) or record.seq != 0:
         raise CheckpointCorrupt(reader.path, "it does not begin with BEGIN", offset=offset)
     prev = begin.continues.digest if begin.continues else NO_DIGEST
-    own = str(FileName(begin.epoch, begin.nonce, kind))
+    own = Attempt.of_file(reader.path.name) == (begin.epoch, begin.nonce)
     if record.prev != prev:
         raise CheckpointCorrupt(reader.path, "its BEGIN contradicts itself", offset=offset)
-    if reader.path.name != own or begin.job != reader.path.parent.name:
+    if not own or begin.job != reader.path.parent.name:
         raise CheckpointCorrupt(reader.path, "it belongs to another job or attempt", offset=offset)
     return record, begin
 
@@ -207,7 +253,7 @@ def read_end(path: Path) -> tuple[Begin, End]:
     try:
         with Reader(path) as reader:
             parser = HeaderParser()
-            first, begin = _read_begin(reader, parser, FileKind.END)
+            first, begin = _read_begin(reader, parser)
             entry = _read_next(reader, parser, first)
             if not isinstance(entry.content, End) or entry.record.end != reader.size:
                 raise Damaged("it does not say how the job ended")

@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 from tenuto_engine._delta import StateArray
 from tenuto_engine._fs import FileSystem
 from tenuto_engine._headers import Begin, End, begin_header, end_header, state_blobs
-from tenuto_engine._names import TEMPORARY
+from tenuto_engine._log import TEMPORARY
 from tenuto_engine._records import (
     HEAD_BYTES,
     NO_DIGEST,
@@ -161,7 +161,7 @@ def write_end(fs: FileSystem, path: Path, begin: Begin, end: End) -> None:
     """Write how a job ended, whole or not at all, and make it durable. Replaces an older one.
 
     Args:
-        path: in the job's folder, of the kind END.
+        path: in the job's folder, named as ``Attempt.end``.
 
     Raises:
         OSError: it is not durable.
