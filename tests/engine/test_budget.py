@@ -75,7 +75,7 @@ def test_what_others_did_is_known_after_the_next_measurement(tmp_path: Path) -> 
 def test_what_is_charged_during_a_measurement_is_not_forgotten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _write(tmp_path / "job" / "a.log", 10)
+    _write(tmp_path / "a.log", 10)
     budget = DiskBudget(tmp_path, limit=100)
     walk = _budget._sizes
 
