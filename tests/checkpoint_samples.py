@@ -17,6 +17,9 @@ from tenuto_engine._fs import FileSystem
 from tenuto_engine._token import Token
 
 
+RING = 6
+
+
 def sample_checkpoint(generated: int = 5, *, prompt: int = 3, width: int = 4) -> Checkpoint:
     """A checkpoint with all cache kinds, whose every value depends on ``generated``."""
     length = prompt + generated
@@ -32,11 +35,14 @@ def sample_checkpoint(generated: int = 5, *, prompt: int = 3, width: int = 4) ->
     plain = CacheState(
         "KVCache", {"offset": length, "capacity": 256}, (kv("keys", length), kv("values", length))
     )
+    index = (length - 1) % RING + 1
     ring = CacheState(
         "RotatingKVCache",
-        {"offset": length, "index": 3, "keep": 0, "max_size": 6},
-        (kv("keys", 6), kv("values", 6)),
+        {"offset": length, "idx": index, "keep": 0, "max_size": RING, "capacity": RING},
+        (kv("keys", RING), kv("values", RING)),
     )
+    for array in ring.arrays:
+        array.data[:, :, length:] = 0
     half = HostArray("state.1", "bfloat16", drawn.integers(0, 2**16, (1, 5), np.uint16))
     recurrent = CacheState("ArraysCache", {"entries": 2}, (half,))
     return Checkpoint(

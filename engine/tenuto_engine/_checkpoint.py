@@ -23,6 +23,8 @@ class Origin:
         digest: XXH3-128 of the commit's header.
         generation: deltas of this generation add up to it.
         position: tokens whose KV it covers.
+        generated: generated ones among them.
+        signature: what must stay as it is for further deltas to add up.
     """
 
     folder: Path
@@ -31,6 +33,8 @@ class Origin:
     digest: bytes
     generation: int
     position: int
+    generated: int = 0
+    signature: tuple[object, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

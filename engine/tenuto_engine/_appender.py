@@ -1,0 +1,326 @@
+"""``Appender``: the files of one attempt: its logs, its state files, its end, and what it removes.
+
+An attempt writes into one log until that cannot be trusted any more, because a sync failed
+or somebody removed it. Then it goes on in a new one (nonce ``n``, then ``n_2``, ``n_3``, ...)
+that continues the last durable commit. Everything here runs under the store's disk lock.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple, Protocol
+
+from tenuto_engine._checkpoint import Origin
+from tenuto_engine._delta import Delta
+from tenuto_engine._errors import CheckpointCorrupt
+from tenuto_engine._fs import FileSystem
+from tenuto_engine._headers import (
+    STATE_FILES,
+    Begin,
+    Continued,
+    End,
+    StateRef,
+    span_blobs,
+    span_header,
+    type_of,
+)
+from tenuto_engine._inventory import old_epoch
+from tenuto_engine._log import Attempt, LogFile, read_end
+from tenuto_engine._log_writer import LogWriter, Mark, write_end, write_state
+from tenuto_engine._token import Token
+
+# About what a record takes beside its arrays.
+_HEADER_BYTES: Final = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """What a row starts from.
+
+    Attributes:
+        prompt: ids of the prompt, at least as far as it is read.
+        prompt_tokens: how many the whole prompt has.
+        seed: what its draws derive from.
+        origin: the place in a log that it goes on from, or None.
+    """
+
+    prompt: tuple[int, ...]
+    prompt_tokens: int
+    seed: int
+    origin: Origin | None
+
+
+class Budget(Protocol):
+    """What all jobs together may take of a disk."""
+
+    def charge(self, nbytes: int) -> None:
+        """Count bytes that are about to be written.
+
+        Raises:
+            CheckpointWriteError: there is no room for them.
+        """
+
+
+class _Superseded(NamedTuple):
+    """Files that are of no use any more.
+
+    Attributes:
+        length: from when on: this attempt covers so many tokens,
+        commits: and its log has so many checkpoints.
+        names: the files.
+    """
+
+    length: int
+    commits: int
+    names: tuple[str, ...]
+
+
+class Appender:
+    """Writes for one attempt.
+
+    Methods raise ``OSError``, or what msgpack raises, unless they say otherwise.
+
+    Args:
+        meta: the caller's own, for every log.
+        budget: what all jobs together may take; its ``CheckpointWriteError`` comes through.
+    """
+
+    def __init__(
+        self,
+        fs: FileSystem,
+        folder: Path,
+        *,
+        epoch: int,
+        nonce: str,
+        meta: Mapping[str, object],
+        budget: Budget | None,
+    ) -> None:
+        self._fs = fs
+        self._folder = folder
+        self._own = Attempt(epoch, nonce)
+        self._meta = meta
+        self._budget = budget
+        self._beginning: Beginning | None = None
+        self._logs: list[Attempt] = []
+        self._log: LogWriter | None = None
+        self._good: Mark | None = None
+        self._trusted = True
+        self._base: Continued | None = None
+        self._state_file = 0
+        self._commits = 0
+        self._superseded: list[_Superseded] | None = None
+
+    @property
+    def has_base(self) -> bool:
+        """Whether the commit that the next log would continue is still there, or none is needed."""
+        return self._base is None or (self._folder / self._base.file).exists()
+
+    def open(self, beginning: Beginning) -> None:
+        """Have a log to append to: a new one if this beginning is, or the last was abandoned."""
+        if beginning != self._beginning:
+            self.close()
+            self._beginning = beginning
+            self._base = _continued(beginning.origin)
+        if self._log is None:
+            self._create(beginning)
+
+    def append(self, delta: Delta) -> None:
+        """Write a delta; a commit is durable when this returns. Call ``repair`` if it raises."""
+        log = self._log
+        assert log is not None, "open comes first"
+        self._good = log.mark
+        if self._budget is not None:
+            self._budget.charge(delta.nbytes + _HEADER_BYTES)
+        state = self._write_state(log, delta)
+        at = time.time() if delta.commit else 0.0
+        mark = log.append(type_of(delta), span_header(delta, at, state), span_blobs(delta))
+        if delta.commit is None:
+            return
+        # What the disk has after a sync that failed is unknown, also of what was there before.
+        self._trusted = False
+        log.sync()
+        self._trusted = True
+        self._base = Continued(log.path.name, mark.end, mark.digest, delta.generation, delta.stop)
+        self._state_file = (self._state_file + (state is not None)) % STATE_FILES
+        self._commits += 1
+
+    def repair(self) -> bool:
+        """Make the log good again after a failure. Raises nothing.
+
+        Returns:
+            Whether all that was appended before the failure is still there. If not, only the
+            durable commits are, and the next log will continue the last of them.
+        """
+        if self._log is not None and self._trusted and self._good is not None:
+            with suppress(OSError):
+                self._log.truncate_to(self._good)
+                if self._log.path.exists():
+                    return True
+        self.abandon()
+        return False
+
+    def abandon(self) -> None:
+        """Write no more into this log. Raises nothing."""
+        self.close()
+        if not self.has_base:
+            self._base = None
+
+    def close(self) -> None:
+        """Close the log. Raises nothing."""
+        log, self._log, self._good, self._trusted = self._log, None, None, True
+        if log is not None:
+            with suppress(OSError):
+                log.close()
+
+    def finish(self, end: Mapping[str, object], tokens: Sequence[Token]) -> None:
+        """Write down how the job ended."""
+        beginning = self._beginning
+        if beginning is None:
+            raise ValueError("the attempt had not begun")
+        self._fs.make_folder(self._folder)
+        said = End(dict(end), tuple(tokens), time.time())
+        write_end(self._fs, self._folder / self._own.end, self._begin(self._own, beginning), said)
+
+    # -- writing -----------------------------------------------------------------------
+
+    def _create(self, beginning: Beginning) -> None:
+        self._fs.make_folder(self._folder)
+        number = len(self._logs) + 1
+        nonce = self._own.nonce if number == 1 else f"{self._own.nonce}_{number}"
+        attempt = Attempt(self._own.epoch, nonce)
+        self._logs.append(attempt)
+        begin = self._begin(attempt, beginning, self._base)
+        self._log = LogWriter.create(self._fs, self._folder / attempt.log, begin)
+        self._state_file = self._commits = 0
+        self._superseded = None
+        self._trusted = False
+        self._log.sync()
+        self._trusted = True
+
+    def _begin(
+        self, attempt: Attempt, beginning: Beginning, continues: Continued | None = None
+    ) -> Begin:
+        return Begin(
+            job=self._folder.name,
+            epoch=attempt.epoch,
+            nonce=attempt.nonce,
+            prompt=beginning.prompt,
+            prompt_tokens=beginning.prompt_tokens,
+            seed=beginning.seed,
+            meta=self._meta,
+            created_at=time.time(),
+            continues=continues,
+        )
+
+    def _write_state(self, log: LogWriter, delta: Delta) -> StateRef | None:
+        if delta.commit is None or not delta.commit.state:
+            return None
+        path = self._folder / self._logs[-1].state(self._state_file)
+        digest = write_state(
+            self._fs, path, delta.commit.state, seq=log.next_seq, prev=log.mark.digest
+        )
+        return StateRef(self._state_file, digest)
+
+    # -- removing ----------------------------------------------------------------------
+
+    def prune(self, position: int) -> None:
+        """Remove what this attempt supersedes, now that it durably covers so many tokens.
+
+        Files of lower epochs that cover no more, unless this attempt's log goes on from them;
+        of its own former logs all but the last. Nothing at all if there is a higher epoch.
+        Raises nothing: failing to tidy up does not undo what is durable.
+        """
+        with suppress(OSError, CheckpointCorrupt):
+            if self._superseded is None:
+                self._superseded = self._find_superseded()
+            due = [
+                each
+                for each in self._superseded
+                if each.length <= position and each.commits <= self._commits
+            ]
+            if due and self._is_newest():
+                for name in (name for each in due for name in each.names):
+                    self._unlink(name)
+                self._superseded = [each for each in self._superseded if each not in due]
+
+    def prune_finished(self, *, keep_caches: bool) -> None:
+        """Remove what the end makes useless. Raises nothing."""
+        with suppress(OSError):
+            newest = self._is_newest()
+            for name, attempt in self._files():
+                own = self._is_own(attempt)
+                is_end = name.endswith(".end")
+                useless = is_end if keep_caches else True
+                if name != self._own.end and useless and (own or newest):
+                    self._unlink(name)
+
+    def _find_superseded(self) -> list[_Superseded]:
+        chain, former = self._chain(), set(self._logs[-2:-1])
+        found: dict[Attempt, list[str]] = {}
+        for name, attempt in self._files():
+            if attempt.epoch < self._own.epoch or self._is_own(attempt):
+                found.setdefault(attempt, []).append(name)
+        old = tuple(name for name in self._fs.listdir(self._folder) if _is_old(name, self._own))
+        superseded = [_Superseded(0, 1, old)] if old else []
+        for attempt, names in found.items():
+            if attempt == self._logs[-1] or attempt in former:
+                continue
+            if attempt in chain:
+                # Two checkpoints of its own are fallback enough, without the states of others.
+                states = tuple(name for name in names if name.endswith(".state"))
+                superseded.append(_Superseded(0, 2, states))
+            else:
+                superseded.append(_Superseded(self._length(names), 1, tuple(names)))
+        return superseded
+
+    def _chain(self) -> set[Attempt]:
+        chain: set[Attempt] = set()
+        attempt: Attempt | None = self._logs[-1]
+        while attempt is not None and attempt not in chain:
+            chain.add(attempt)
+            continues = LogFile.scan(self._folder / attempt.log).begin.continues
+            attempt = Attempt.of_file(continues.file) if continues else None
+        return chain
+
+    def _length(self, names: Sequence[str]) -> int:
+        """Tokens that files of one attempt cover; 0 if they can't be read."""
+        length = 0
+        for name in names:
+            path = self._folder / name
+            with suppress(CheckpointCorrupt):
+                if name.endswith(".log"):
+                    spans = LogFile.scan(path).spans
+                    length = max([length, *(s.span.stop for s in spans if s.span.commit)])
+                elif name.endswith(".end"):
+                    begin, end = read_end(path)
+                    length = max(length, begin.prompt_tokens + len(end.tokens))
+        return length
+
+    def _files(self) -> list[tuple[str, Attempt]]:
+        named = ((name, Attempt.of_file(name)) for name in self._fs.listdir(self._folder))
+        return [(name, attempt) for name, attempt in named if attempt is not None]
+
+    def _is_newest(self) -> bool:
+        return all(attempt.epoch <= self._own.epoch for _, attempt in self._files())
+
+    def _is_own(self, attempt: Attempt) -> bool:
+        return attempt == self._own or attempt in self._logs
+
+    def _unlink(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self._fs.unlink(self._folder / name)
+
+
+def _is_old(name: str, own: Attempt) -> bool:
+    epoch = old_epoch(name)
+    return epoch is not None and epoch <= own.epoch
+
+
+def _continued(origin: Origin | None) -> Continued | None:
+    if origin is None:
+        return None
+    return Continued(origin.file, origin.offset, origin.digest, origin.generation, origin.position)
