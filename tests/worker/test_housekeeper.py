@@ -150,7 +150,7 @@ def test_gc_keeps_what_can_be_resumed_and_removes_what_is_gone(
     kept, kept_folder = _stopped_job(jobs, worker)
     gone, gone_folder = _stopped_job(jobs, worker)
     jobs.delete(gone)
-    worker.rooms.housekeeper.collect()
+    worker.rooms.collector.collect()
 
     assert jobs.state(kept) == "cancelled"
     assert kept_folder.exists()
@@ -162,7 +162,7 @@ def test_gc_removes_what_a_crash_left_of_a_completed_job(
 ) -> None:
     job, folder = _stopped_job(jobs, worker)
     jobs.client.hset(jobs.keys.job(job), "state", "completed")
-    worker.rooms.housekeeper.collect()
+    worker.rooms.collector.collect()
 
     assert not folder.exists()
 
@@ -177,7 +177,7 @@ def test_gc_removes_nothing_when_redis_is_empty_or_another(
         jobs.client.delete(jobs.keys.namespace_id())
     else:
         jobs.client.set(jobs.keys.namespace_id(), now)
-    worker.rooms.housekeeper.collect()
+    worker.rooms.collector.collect()
 
     assert folder.exists()
 
@@ -189,11 +189,11 @@ def test_gc_takes_what_was_put_back_as_a_whole_for_its_own(
     jobs.delete(job)
     earlier = jobs.client.getset(jobs.keys.namespace_id(), "fresh")
     jobs.client.sadd(jobs.keys.heirs(), earlier)  # type: ignore[arg-type]
-    worker.rooms.housekeeper.collect()
+    worker.rooms.collector.collect()
     assert folder.exists(), "perhaps this job is one of those that are still to be put back"
 
     jobs.client.sadd(jobs.keys.collectable(), earlier)  # type: ignore[arg-type]
-    worker.rooms.housekeeper.collect()
+    worker.rooms.collector.collect()
     assert not folder.exists()
 
 
@@ -203,7 +203,7 @@ def test_gc_never_touches_a_job_that_runs_here(jobs: JobQueue, worker: StepWorke
     worker.decode(9)
     worker.save()
     jobs.delete(job)
-    worker.rooms.housekeeper.collect()
+    worker.rooms.collector.collect()
 
     assert (worker.settings.checkpoints_dir / job).exists()
 
@@ -213,7 +213,7 @@ def test_gc_leaves_alone_what_it_cannot_read(jobs: JobQueue, worker: StepWorker)
     jobs.delete(job)
     for path in folder.glob("*.ckpt"):
         path.write_bytes(b"not a checkpoint")
-    worker.rooms.housekeeper.collect()
+    worker.rooms.collector.collect()
 
     assert list(folder.glob("*.ckpt"))
 
@@ -222,7 +222,7 @@ def test_a_checkpoint_folder_that_cannot_be_listed_only_delays_gc(
     jobs: JobQueue, worker: StepWorker
 ) -> None:
     worker.settings.checkpoints_dir.write_text("a file where the folder should be")
-    worker.rooms.housekeeper.collect()
+    worker.rooms.collector.collect()
 
 
 # -- announcements ---------------------------------------------------------------------

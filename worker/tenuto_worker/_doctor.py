@@ -72,11 +72,16 @@ def _disk(data_dir: Path) -> Iterator[Finding]:
         return
     from tenuto_engine import list_jobs
 
+    try:
+        budget = _budget(root)
+    except ValueError as error:
+        yield Finding(Level.PROBLEM, "checkpoints", f"{error}", "mend TENUTO_DISK_BUDGET")
+        return
     jobs = list_jobs(root)
     used = sum(job.nbytes for job in jobs)
     free = shutil.disk_usage(root).free
     count = "1 job" if len(jobs) == 1 else f"{len(jobs) or 'no'} jobs"
-    says = f"{count}, {_size(used)} in {root}, {_size(free)} free"
+    says = f"{count}, {_size(used)} of {budget} in {root}, {_size(free)} free"
     damaged = sum(stored.damage is not None for job in jobs for stored in job.checkpoints)
     if damaged:
         says = f"{says}; damaged: {damaged}"
@@ -88,6 +93,18 @@ def _disk(data_dir: Path) -> Iterator[Finding]:
     else:
         # With none, a full disk is the finding of the data dir alone.
         yield Finding(Level.OK, "checkpoints", says)
+
+
+def _budget(root: Path) -> str:
+    """What all checkpoints may take, in words. Raises ValueError."""
+    from tenuto_engine import DiskBudget
+
+    from ._collector import limit_of
+    from ._settings import size
+
+    given = os.environ.get("TENUTO_DISK_BUDGET")
+    limit = limit_of(size(given) if given else None, root, DiskBudget(root).used())
+    return "no budget" if limit is None else f"a budget of {_size(limit)}"
 
 
 def _size(count: float) -> str:

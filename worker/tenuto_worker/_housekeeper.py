@@ -1,7 +1,7 @@
 """`Housekeeper`: what somebody has to do for all jobs, not only for those that run here.
 
 It hands on running jobs without a lease, mends tickets, removes ended jobs whose time is over, and
-collects the checkpoints of jobs that are completed or gone. Any number of workers may do it.
+has the collector remove checkpoints. Any number of workers may do it.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import queue
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import redis
 
 from tenuto_client import Keys
 
+from ._collector import Collector, discard
 from ._errors import RedisAway
 from ._logging import get_log
 from ._redis import Outage, uptime
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _WRITER_PATIENCE_S = 10.0
 _EXPIRE_S = 1.0
-_KEPT_STATES = (b"queued", b"running", b"failed", b"cancelled")
 
 
 @dataclass(slots=True)
@@ -64,6 +63,7 @@ class Housekeeper:
     """Does the chores on a thread and a connection of its own.
 
     Args:
+        collector: removes checkpoints.
         writer: may still have a checkpoint of a completed job in hand.
         announce: writes what this worker is into Redis; called with each round of chores.
     """
@@ -77,6 +77,7 @@ class Housekeeper:
         settings: WorkerSettings,
         outage: Outage,
         *,
+        collector: Collector,
         writer: CheckpointWriter,
         announce: Callable[[], object],
     ) -> None:
@@ -91,8 +92,8 @@ class Housekeeper:
         self._log = get_log()
         self._completed: queue.SimpleQueue[Run] = queue.SimpleQueue()
         self._contact = Contact(settings.lease_seconds, max(3.0, settings.lease_seconds))
-        self._due = {self.chores: 0.0, self.collect: time.monotonic() + settings.gc_seconds}
-        self._every = {self.chores: settings.chores_seconds, self.collect: settings.gc_seconds}
+        self._due = {self.chores: 0.0, collector.collect: time.monotonic() + settings.gc_seconds}
+        self._every = {self.chores: settings.chores_seconds, collector.collect: settings.gc_seconds}
 
     def run(self) -> None:
         """The body of the thread."""
@@ -174,71 +175,6 @@ class Housekeeper:
             if run.store is not None:
                 self._writer.wait(run.store, _WRITER_PATIENCE_S)
             discard(self._settings.checkpoints_dir, run.job_id)
-
-    def collect(self) -> None:
-        """Remove the checkpoints of jobs that are completed or gone."""
-        from tenuto_engine import CheckpointError
-
-        root = self._settings.checkpoints_dir
-        try:
-            removed = collect(root, self._client, self._keys, self._runs.has)
-        except CheckpointError as error:
-            self._log.warning("checkpoints not collected", error=str(error))
-            return
-        if removed:
-            self._log.info("checkpoints removed", jobs=len(removed))
-
-
-def collect(
-    root: Path,
-    client: redis.Redis,
-    keys: Keys,
-    is_running: Callable[[str], bool],
-    *,
-    dry_run: bool = False,
-) -> list[str]:
-    """Remove the checkpoints of jobs that Redis says are completed or gone; returns their ids.
-
-    Redis must be the one that the job belonged to, or one in which all its jobs were put back: it
-    must have the namespace id that stands in the newest checkpoint, as its own or as
-    `collectable`. So an empty Redis costs nobody the last copy.
-    """
-    from tenuto_engine import list_jobs
-
-    removed = []
-    for stored in list_jobs(root):
-        newest = next((each for each in stored.checkpoints if each.meta is not None), None)
-        if newest is None or newest.meta is None or is_running(stored.job_id):
-            continue
-        # Both in one step: another server may answer the next call.
-        with client.pipeline(transaction=True) as pipe:
-            pipe.get(keys.namespace_id())
-            pipe.sismember(keys.collectable(), str(newest.meta.get("namespace")))
-            pipe.hget(keys.job(stored.job_id), "state")
-            namespace, is_ours, state = pipe.execute()
-        is_ours = is_ours or _text(namespace) == newest.meta.get("namespace")
-        if namespace is None or not is_ours:
-            continue
-        if state in _KEPT_STATES or is_running(stored.job_id):
-            continue
-        removed.append(stored.job_id)
-        if not dry_run:
-            discard(root, stored.job_id)
-    return removed
-
-
-def discard(root: Path, job_id: str) -> None:
-    """Remove a job's checkpoints. What the disk refuses is logged; the next round tries again."""
-    from tenuto_engine import CheckpointError, CheckpointStore, job_folder
-
-    try:
-        CheckpointStore(job_folder(root, job_id)).delete()
-    except CheckpointError as error:
-        get_log(job=job_id).warning("checkpoints not removed", error=str(error))
-
-
-def _text(reply: bytes | None) -> str | None:
-    return None if reply is None else reply.decode()
 
 
 def _list(reply: Any) -> list[bytes]:

@@ -17,6 +17,7 @@ from tenuto_engine import Checkpoint, CheckpointStore, CheckpointWriteError, Che
 from ._announcer import Announcer, Namespace
 from ._checkpoints import Checkpoints
 from ._claimer import Claimer, Served
+from ._collector import Collector, Judge
 from ._decoder import DecodeThread
 from ._housekeeper import Housekeeper
 from ._identity import Identity
@@ -62,6 +63,12 @@ class Rooms:
         )
         self.publisher = self._make_publisher()
         self.decoder = DecodeThread(settings, self.runs, self.publisher, self.writer)
+        self.collector = Collector(
+            settings.checkpoints_dir,
+            settings.disk_budget,
+            Judge(self._connect(), self._keys, self.runs.has),
+            outage,
+        )
         self.lease = self._make_lease_keeper()
         self.housekeeper = self._make_housekeeper()
 
@@ -167,6 +174,7 @@ class Rooms:
             self.runs,
             self._settings,
             self._outage,
+            collector=self.collector,
             writer=self.writer,
             announce=self._announcer.announce,
         )

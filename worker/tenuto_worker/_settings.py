@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,6 +36,8 @@ class WorkerSettings:
         slots: how many jobs of a model run at once.
         chunk_size: tokens of a prefill chunk; None lets the engine choose by device.
         pipelined: decode ahead of the host; None lets the engine choose by device.
+        disk_budget: bytes that checkpoints may take; infinite is no limit, None is what they take
+            and four fifths of what is free.
         checkpoint_every_tokens, checkpoint_every_seconds: whichever comes first.
         lease_seconds: how long a silent attempt keeps its job.
         renew_seconds: how often leases are renewed; None is three tenths of a lease.
@@ -60,6 +63,7 @@ class WorkerSettings:
     slots: int = 1
     chunk_size: int | None = None
     pipelined: bool | None = None
+    disk_budget: float | None = None
     checkpoint_every_tokens: int = 256
     checkpoint_every_seconds: float = 2.0
     lease_seconds: float = 10.0
@@ -87,6 +91,8 @@ class WorkerSettings:
         _at_least("--exact-wait", self.exact_wait_seconds, 0.0)
         _at_least("--grace-seconds", self.grace_seconds, 0.0)
         _at_least("--max-unsent-tokens", self.max_unsent_tokens, self.publish_tokens)
+        if self.disk_budget is not None and not self.disk_budget > 0:
+            raise ConfigError("--disk-budget", f"must be above 0, is {self.disk_budget:g}")
         if self.chunk_size is not None:
             _at_least("--chunk-size", self.chunk_size, 1)
         if self.log_format not in ("auto", "json", "pretty"):
@@ -118,6 +124,23 @@ class WorkerSettings:
         """The inverse of `to_json`."""
         values: dict[str, Any] = json.loads(line)
         return cls(**values | {"data_dir": Path(values["data_dir"])})
+
+
+def size(text: str) -> float:
+    """Bytes of `20GiB`, `500MB`, `1024` or `none`, which is infinite.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if text.strip().lower() == "none":
+        return math.inf
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size such as 20GiB, 500MB or none")
+    number, letter, binary = match.groups()
+    power = 1 + "KMGT".index(letter.upper()) if letter else 0
+    unit: int = (1024 if binary else 1000) ** power
+    return float(number) * unit
 
 
 def _at_least(flag: str, value: float, low: float) -> None:

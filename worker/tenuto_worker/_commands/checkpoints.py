@@ -85,21 +85,16 @@ def _verify(args: argparse.Namespace, settings: Settings) -> int:
 def _gc(args: argparse.Namespace, settings: Settings) -> int:
     import redis
 
+    from tenuto_worker._collector import Judge, collect
     from tenuto_worker._errors import RedisUnavailable
-    from tenuto_worker._housekeeper import collect
     from tenuto_worker._redis import connect, reach
 
     url = _url(settings)
     client = connect(url)
     try:
         reach(client, url)
-        removed = collect(
-            _root(settings),
-            client,
-            Keys(settings.namespace),
-            lambda job: False,
-            dry_run=args.dry_run,
-        )
+        judge = Judge(client, Keys(settings.namespace))
+        removed = collect(_root(settings), judge, dry_run=args.dry_run)
     except RedisUnavailable as error:
         raise ServerUnavailable(str(error)) from error
     except redis.RedisError as error:

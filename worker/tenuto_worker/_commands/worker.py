@@ -13,7 +13,7 @@ from typing import Any, Final
 from tenuto_client import Settings
 from tenuto_client.keys import MODEL_NAME, MODEL_NAME_HINT
 from tenuto_worker._errors import ConfigError, StartError
-from tenuto_worker._settings import WorkerSettings
+from tenuto_worker._settings import WorkerSettings, size
 
 HELP = "take queued jobs of some models and decode them"
 JSON = False
@@ -50,6 +50,11 @@ class _Knob:
     help: str
 
 
+_KINDS: Final[Mapping[Callable[[str], Any], str]] = {
+    int: "a whole number",
+    float: "a number",
+    size: "a size such as 20GiB, 500MB or none",
+}
 _KNOBS: Final = (
     _Knob("--slots", "slots", int, "N", "jobs of a model at once (1)"),
     _Knob(
@@ -61,6 +66,13 @@ _KNOBS: Final = (
         float,
         "S",
         "or after so many seconds (2)",
+    ),
+    _Knob(
+        "--disk-budget",
+        "disk_budget",
+        size,
+        "SIZE",
+        "checkpoints take no more: 20GiB, 500MB, none (four fifths of what is free)",
     ),
     _Knob("--chunk-size", "chunk_size", int, "N", "prefill chunk (512 on a GPU, 32 on a CPU)"),
     _Knob(
@@ -163,8 +175,7 @@ def _from_environment(knob: _Knob, environ: Mapping[str, str]) -> Any:
     try:
         return knob.kind(text)
     except ValueError:
-        kind = "a whole number" if knob.kind is int else "a number"
-        raise ConfigError(variable, f"{text!r} is not {kind}") from None
+        raise ConfigError(variable, f"{text!r} is not {_KINDS[knob.kind]}") from None
 
 
 def models(given: list[str]) -> dict[str, str]:

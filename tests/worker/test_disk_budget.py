@@ -1,0 +1,217 @@
+"""What goes when the disk budget is used up, in which order, and what never goes."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import structlog
+
+from job_queue import JobQueue
+from step_worker import StepWorker
+from tenuto_client import Settings
+from tenuto_engine import CheckpointWriteError
+from tenuto_worker import WorkerSettings
+from tenuto_worker._commands.worker import _values, configure
+from tenuto_worker._doctor import check
+from tenuto_worker._errors import ConfigError
+from tenuto_worker._settings import size
+
+
+@pytest.fixture
+def worker(
+    jobs: JobQueue, redis_url: str, tiny_model: Path, tmp_path: Path
+) -> Iterator[StepWorker]:
+    with StepWorker(redis_url, jobs.keys.namespace, tiny_model, tmp_path) as made:
+        yield made
+
+
+def _cancelled(jobs: JobQueue, worker: StepWorker, age: float) -> str:
+    """A job with checkpoints, last written so many seconds ago."""
+    job = jobs.submit()
+    worker.claim()
+    worker.decode(9)
+    jobs.cancel(job)
+    worker.publish()
+    worker.settle()
+    worker.save()
+    _age(worker, job, age)
+    return job
+
+
+def _age(worker: StepWorker, job: str, age: float) -> None:
+    folder = worker.settings.checkpoints_dir / job
+    for path in (*folder.iterdir(), folder):
+        at = path.stat().st_mtime - age
+        os.utime(path, (at, at))
+
+
+def _completed(jobs: JobQueue, worker: StepWorker, age: float) -> str:
+    job = _cancelled(jobs, worker, age)
+    jobs.client.hset(jobs.keys.job(job), "state", "completed")
+    return job
+
+
+def _there(worker: StepWorker) -> set[str]:
+    return {path.name for path in worker.settings.checkpoints_dir.iterdir()}
+
+
+def test_the_least_worth_goes_first_and_of_equals_the_oldest(
+    jobs: JobQueue, worker: StepWorker
+) -> None:
+    old, young = (_cancelled(jobs, worker, age) for age in (900, 0))
+    old_done, young_done = (_completed(jobs, worker, age) for age in (100, 50))
+    gone = _cancelled(jobs, worker, 0)
+    jobs.delete(gone)
+    running = jobs.submit()
+    worker.claim()
+    worker.decode(9)
+    worker.save()
+    _age(worker, running, 9000)
+
+    left = {old, young, old_done, young_done, gone, running}
+    for next_to_go in (gone, old_done, young_done, old, young):
+        assert _there(worker) == left
+        worker.rooms.collector.make_room(1)
+        left.remove(next_to_go)
+    worker.rooms.collector.make_room(1)
+    assert _there(worker) == left == {running}
+
+
+def test_only_so_much_goes_as_is_missing(jobs: JobQueue, worker: StepWorker) -> None:
+    done = [_completed(jobs, worker, age) for age in (300, 200, 100)]
+    budget = worker.rooms.collector.budget
+    used = budget.measure()
+    first = sum(
+        file.stat().st_size for file in (worker.settings.checkpoints_dir / done[0]).iterdir()
+    )
+    budget.limit = used
+    budget.charge(first + 1)
+
+    assert _there(worker) == {done[2]}
+    assert budget.used() == budget.measure() + first + 1
+
+
+def test_what_can_still_be_resumed_goes_loudly(jobs: JobQueue, worker: StepWorker) -> None:
+    job = _cancelled(jobs, worker, 0)
+    with structlog.testing.capture_logs() as logs:
+        worker.rooms.collector.make_room(1)
+
+    (line,) = [line for line in logs if line["log_level"] == "warning"]
+    assert line["job"] == job
+    assert "disk budget is used up" in line["event"]
+    assert "replays from its prompt" in line["what_it_means"]
+
+
+def test_of_running_jobs_and_other_data_sets_nothing_goes(
+    jobs: JobQueue, worker: StepWorker
+) -> None:
+    foreign, foreign_and_gone = (_cancelled(jobs, worker, 500) for _ in range(2))
+    jobs.delete(foreign_and_gone)
+    jobs.client.set(jobs.keys.namespace_id(), "another")
+    running = jobs.submit()
+    worker.claim()
+    worker.decode(9)
+    worker.save()
+    budget = worker.rooms.collector.budget
+    budget.limit = budget.measure()
+    with pytest.raises(CheckpointWriteError, match="disk budget of"):
+        budget.charge(1)
+
+    assert _there(worker) == {foreign, foreign_and_gone, running}
+
+
+def test_room_that_cannot_be_made_is_not_looked_for_at_every_checkpoint(
+    jobs: JobQueue, worker: StepWorker
+) -> None:
+    worker.rooms.collector.make_room(1)
+    job = _cancelled(jobs, worker, 0)
+    worker.rooms.collector.make_room(1)
+    assert job in _there(worker)
+
+
+def test_without_redis_nothing_goes_and_nothing_breaks(jobs: JobQueue, worker: StepWorker) -> None:
+    job = _cancelled(jobs, worker, 0)
+    judge = worker.rooms.collector._judge
+    judge._client = type(judge._client).from_url("unix:///nobody")
+    worker.rooms.collector.make_room(1)
+    assert job in _there(worker)
+
+
+def test_a_week_old_folder_without_anything_readable_that_redis_does_not_know_goes(
+    jobs: JobQueue, worker: StepWorker
+) -> None:
+    known, young, old = (_cancelled(jobs, worker, 0) for _ in range(3))
+    for job in (known, young, old):
+        for path in (worker.settings.checkpoints_dir / job).iterdir():
+            path.write_bytes(b"not a checkpoint")
+        _age(worker, job, 6 * 24 * 3600 if job == young else 8 * 24 * 3600)
+    for job in (young, old):
+        jobs.delete(job)
+    worker.rooms.collector.collect()
+
+    assert _there(worker) == {known, young}
+
+
+# -- the setting -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("20GiB", 20 * 2**30),
+        ("500MB", 500e6),
+        ("1.5 GB", 1.5e9),
+        ("4096", 4096),
+        ("2k", 2000),
+        ("none", math.inf),
+    ],
+)
+def test_sizes_are_written_as_people_write_them(text: str, count: float) -> None:
+    assert size(text) == count
+
+
+def test_what_is_no_size_is_refused_by_name() -> None:
+    parser = argparse.ArgumentParser()
+    configure(parser)
+    args = parser.parse_args(["--model", "a=b"])
+    with pytest.raises(ConfigError, match=r"TENUTO_DISK_BUDGET: 'lots' is not a size such as"):
+        _values(args, {"TENUTO_DISK_BUDGET": "lots"})
+
+
+def test_the_budget_reaches_the_child(tmp_path: Path) -> None:
+    for budget in (None, math.inf, 5e9):
+        settings = WorkerSettings(
+            models={"m": "p"}, redis_url="", data_dir=tmp_path, disk_budget=budget
+        )
+        assert WorkerSettings.from_json(settings.to_json()).disk_budget == budget
+    with pytest.raises(ConfigError, match="--disk-budget"):
+        WorkerSettings(models={"m": "p"}, redis_url="", data_dir=tmp_path, disk_budget=0.0)
+
+
+def test_by_default_four_fifths_of_the_free_disk_may_be_used(
+    jobs: JobQueue, worker: StepWorker
+) -> None:
+    _cancelled(jobs, worker, 0)
+    worker.rooms.collector.collect()
+    budget = worker.rooms.collector.budget
+    stat = os.statvfs(worker.settings.data_dir)
+    free = stat.f_bavail * stat.f_frsize
+
+    assert budget.limit is not None
+    assert budget.limit == pytest.approx(budget.used() + 0.8 * free, rel=0.1)
+
+
+def test_doctor_names_budget_and_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    monkeypatch.setenv("TENUTO_DISK_BUDGET", "3GiB")
+    settings = Settings.load(data_dir=tmp_path)
+    found = {finding.subject: finding for finding in check(settings)}
+    assert "0 MiB of a budget of 3.0 GiB in " in found["checkpoints"].says
+    monkeypatch.setenv("TENUTO_DISK_BUDGET", "plenty")
+    found = {finding.subject: finding for finding in check(settings)}
+    assert "'plenty' is not a size" in found["checkpoints"].says
