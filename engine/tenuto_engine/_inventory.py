@@ -124,6 +124,34 @@ class StoredEnd:
     damage: str | None = None
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredAttempt:
+    """A log in a job's folder: what its attempt started from.
+
+    Attributes:
+        path, epoch, nonce: the file, and whose it is.
+        nbytes: of the file.
+        checkpoints: how many are in it.
+        is_torn: it ends in a write that was cut short, which is no damage.
+        prompt, prompt_tokens, seed, meta: as in a checkpoint; the meta is None if damaged.
+        begun_at: seconds since 1970, by the writer's clock.
+        damage: what is wrong, or None.
+    """
+
+    path: Path
+    epoch: int
+    nonce: str
+    nbytes: int = 0
+    checkpoints: int = 0
+    is_torn: bool = False
+    prompt: tuple[int, ...] = ()
+    prompt_tokens: int = 0
+    seed: int = 0
+    meta: Mapping[str, Any] | None = None
+    begun_at: float = 0.0
+    damage: str | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class StoredJob:
     """A job's folder, for a listing.
@@ -133,6 +161,7 @@ class StoredJob:
         folder: where it is.
         checkpoints: newest first; damaged files come before them.
         ends: the latest epoch first.
+        attempts: the logs, those without a checkpoint too, the latest epoch first.
         nbytes: bytes that all its files take on disk.
     """
 
@@ -140,6 +169,7 @@ class StoredJob:
     folder: Path
     checkpoints: tuple[StoredCheckpoint, ...]
     ends: tuple[StoredEnd, ...]
+    attempts: tuple[StoredAttempt, ...]
     nbytes: int
 
 
@@ -203,6 +233,21 @@ def stored_ends(folder: Path) -> list[StoredEnd]:
         if attempt is not None and name == attempt.end
     ]
     return sorted(ends, key=lambda each: (each.epoch, each.ended_at), reverse=True)
+
+
+def stored_attempts(folder: Path) -> list[StoredAttempt]:
+    """The logs in a job's folder, the latest epoch first. Only headers are read.
+
+    Raises:
+        CheckpointError: the folder cannot be listed.
+    """
+    named = [(name, Attempt.of_file(name)) for name in listed(folder)]
+    found = [
+        _attempt(folder / name, attempt)
+        for name, attempt in named
+        if attempt is not None and name == attempt.log
+    ]
+    return sorted(found, key=lambda each: (each.epoch, each.begun_at), reverse=True)
 
 
 def delete_folder(fs: FileSystem, folder: Path) -> None:
@@ -290,6 +335,26 @@ def _stored(commit: StoredCommit) -> StoredCheckpoint:
     )
 
 
+def _attempt(path: Path, attempt: Attempt) -> StoredAttempt:
+    bare = StoredAttempt(path, attempt.epoch, attempt.nonce, nbytes=_size(path))
+    try:
+        log = LogFile.scan(path)
+    except CheckpointCorrupt as error:
+        return replace(bare, damage=error.reason)
+    begin = log.begin
+    return replace(
+        bare,
+        checkpoints=sum(entry.span.commit is not None for entry in log.spans),
+        is_torn=log.tail == "torn",
+        prompt=begin.prompt,
+        prompt_tokens=begin.prompt_tokens,
+        seed=begin.seed,
+        meta=begin.meta,
+        begun_at=begin.created_at,
+        damage=None if log.tail in (None, "torn") else f"{log.tail}, at byte {log.end_of_valid}",
+    )
+
+
 def _damaged(path: Path, attempt: Attempt, reason: str) -> StoredCheckpoint:
     return StoredCheckpoint(path, attempt.epoch, attempt.nonce, nbytes=_size(path), damage=reason)
 
@@ -367,9 +432,13 @@ def read_job(folder: Path) -> StoredJob:
     Raises:
         CheckpointError: it cannot be listed.
     """
-    nbytes = sum(_size(folder / name) for name in listed(folder) if is_ours(name))
     return StoredJob(
-        folder.name, folder, tuple(stored_checkpoints(folder)), tuple(stored_ends(folder)), nbytes
+        folder.name,
+        folder,
+        tuple(stored_checkpoints(folder)),
+        tuple(stored_ends(folder)),
+        tuple(stored_attempts(folder)),
+        sum(_size(folder / name) for name in listed(folder) if is_ours(name)),
     )
 
 
