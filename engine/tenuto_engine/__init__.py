@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tenuto_engine._budget import DiskBudget as DiskBudget
     from tenuto_engine._caches import CacheState as CacheState
     from tenuto_engine._checkpoint import Checkpoint as Checkpoint
+    from tenuto_engine._checkpoint import Origin as Origin
     from tenuto_engine._engine import Engine as Engine
     from tenuto_engine._errors import CheckpointCorrupt as CheckpointCorrupt
     from tenuto_engine._errors import CheckpointError as CheckpointError
@@ -39,6 +40,14 @@ if TYPE_CHECKING:
     from tenuto_engine._errors import UnsupportedCache as UnsupportedCache
     from tenuto_engine._generation import Generation as Generation
     from tenuto_engine._geometry import Geometry as Geometry
+    from tenuto_engine._inventory import StoredCheckpoint as StoredCheckpoint
+    from tenuto_engine._inventory import StoredEnd as StoredEnd
+    from tenuto_engine._inventory import StoredJob as StoredJob
+    from tenuto_engine._inventory import job_folder as job_folder
+    from tenuto_engine._inventory import job_ids as job_ids
+    from tenuto_engine._inventory import list_jobs as list_jobs
+    from tenuto_engine._inventory import read_job as read_job
+    from tenuto_engine._live import LiveCheckpoint as LiveCheckpoint
     from tenuto_engine._options import GenerationOptions as GenerationOptions
     from tenuto_engine._options import PendingLogprobs as PendingLogprobs
     from tenuto_engine._resume import resume_options as resume_options
@@ -47,19 +56,17 @@ if TYPE_CHECKING:
     from tenuto_engine._sequence import SequenceState as SequenceState
     from tenuto_engine._sequence import TokenEvent as TokenEvent
     from tenuto_engine._store import CheckpointStore as CheckpointStore
-    from tenuto_engine._store import StoredCheckpoint as StoredCheckpoint
-    from tenuto_engine._store import StoredJob as StoredJob
-    from tenuto_engine._store import VerifyReport as VerifyReport
-    from tenuto_engine._store import job_folder as job_folder
-    from tenuto_engine._store import list_jobs as list_jobs
-    from tenuto_engine._store import verify as verify
+    from tenuto_engine._store import Durable as Durable
     from tenuto_engine._token import Token as Token
+    from tenuto_engine._verify import VerifyReport as VerifyReport
+    from tenuto_engine._verify import verify as verify
+    from tenuto_engine._verify import verify_job as verify_job
     from tenuto_engine._writer import CheckpointWriter as CheckpointWriter
 
 _HOMES = {
     "_budget": ["DiskBudget"],
     "_caches": ["CacheState"],
-    "_checkpoint": ["Checkpoint"],
+    "_checkpoint": ["Checkpoint", "Origin"],
     "_engine": ["Engine"],
     "_errors": [
         "CheckpointCorrupt",
@@ -77,19 +84,22 @@ _HOMES = {
     ],
     "_generation": ["Generation"],
     "_geometry": ["Geometry"],
+    "_inventory": [
+        "StoredCheckpoint",
+        "StoredEnd",
+        "StoredJob",
+        "job_folder",
+        "job_ids",
+        "list_jobs",
+        "read_job",
+    ],
+    "_live": ["LiveCheckpoint"],
     "_options": ["GenerationOptions", "PendingLogprobs"],
     "_resume": ["resume_options"],
     "_sequence": ["GenerationStats", "Sequence", "SequenceState", "TokenEvent"],
-    "_store": [
-        "CheckpointStore",
-        "StoredCheckpoint",
-        "StoredJob",
-        "VerifyReport",
-        "job_folder",
-        "list_jobs",
-        "verify",
-    ],
+    "_store": ["CheckpointStore", "Durable"],
     "_token": ["Token"],
+    "_verify": ["VerifyReport", "verify", "verify_job"],
     "_writer": ["CheckpointWriter"],
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

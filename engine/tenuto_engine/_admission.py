@@ -45,6 +45,7 @@ def admit(loaded: LoadedModel, ids: Ids[int], options: GenerationOptions, chunk:
         processors=LogitsProcessors(options, tokens),
         sampler=Sampler(options, sequence.seed),
         pending=_pending(options),
+        origin=options.cache_origin,
     )
     # In the synchronous loop a reader has the pending token of a checkpoint already.
     if row.pending and options.published_tokens:

@@ -7,6 +7,7 @@ that continues the last durable commit. Everything here runs under the store's d
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -189,9 +190,7 @@ class Appender:
 
     def _create(self, beginning: Beginning) -> None:
         self._fs.make_folder(self._folder)
-        number = len(self._logs) + 1
-        nonce = self._own.nonce if number == 1 else f"{self._own.nonce}_{number}"
-        attempt = Attempt(self._own.epoch, nonce)
+        attempt = self._next_attempt()
         self._logs.append(attempt)
         begin = self._begin(attempt, beginning, self._base)
         self._log = LogWriter.create(self._fs, self._folder / attempt.log, begin)
@@ -200,6 +199,15 @@ class Appender:
         self._trusted = False
         self._log.sync()
         self._trusted = True
+
+    def _next_attempt(self) -> Attempt:
+        taken = {attempt for _, attempt in self._files()}
+        for number in itertools.count(len(self._logs) + 1):
+            nonce = self._own.nonce if number == 1 else f"{self._own.nonce}_{number}"
+            attempt = Attempt(self._own.epoch, nonce)
+            if attempt not in taken:
+                return attempt
+        raise AssertionError("there are infinitely many")
 
     def _begin(
         self, attempt: Attempt, beginning: Beginning, continues: Continued | None = None

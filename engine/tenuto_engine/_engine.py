@@ -25,6 +25,7 @@ from tenuto_engine._decode import (
 from tenuto_engine._errors import InvalidOption
 from tenuto_engine._generation import Generation
 from tenuto_engine._geometry import Geometry, geometry_of
+from tenuto_engine._live import LiveCheckpoint
 from tenuto_engine._model import LoadedModel
 from tenuto_engine._options import GenerationOptions
 from tenuto_engine._prefill import PrefillTurn, prefill_step
@@ -202,7 +203,25 @@ class Engine:
         None if nothing is computed yet, or if it has ended.
         """
         row = self._slots.find(sequence)
-        return row.checkpoint() if row else None
+        live = row.checkpoint() if row else None
+        return live.whole() if live else None
+
+    def checkpoint_to(
+        self, sequence: Sequence, callback: Callable[[LiveCheckpoint], object]
+    ) -> bool:
+        """Call `callback` with a checkpoint of now, between any two steps.
+
+        Whatever it raises is logged and counted, as of ``on_decode_checkpoint``.
+
+        Returns:
+            False if it was not called, as nothing is computed yet, or `sequence` has ended.
+        """
+        row = self._slots.find(sequence)
+        live = row.checkpoint() if row else None
+        if row is None or live is None:
+            return False
+        row.hand_over(live, callback)
+        return True
 
     def close(self, sequence: Sequence) -> None:
         """End `sequence` and free its slot; nothing more is handed out. Harmless after an end."""

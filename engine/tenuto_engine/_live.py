@@ -81,6 +81,7 @@ class LiveCheckpoint:
         self.seed = moment.seed
         self.divergences = moment.divergences
         self.first_divergence = moment.first_divergence
+        self.origin: Origin | None = None
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Self:
@@ -229,6 +230,11 @@ def take_delta(
 def signature_of(moment: Moment) -> tuple[object, ...]:
     """What must stay as it is for deltas to add up."""
     return signature(moment.caches)
+
+
+def as_live(checkpoint: Checkpoint | LiveCheckpoint) -> LiveCheckpoint:
+    """`checkpoint`, or the same as a live one that is to be written whole."""
+    return LiveCheckpoint.of(checkpoint) if isinstance(checkpoint, Checkpoint) else checkpoint
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from tenuto_engine._errors import InvalidOption
 from tenuto_engine._token import Token
 
 if TYPE_CHECKING:
-    from tenuto_engine._checkpoint import Checkpoint
+    from tenuto_engine._checkpoint import Origin
+    from tenuto_engine._live import LiveCheckpoint
 
 MAX_SEED: Final = 2**64 - 1
 MAX_TOP_LOGPROBS: Final = 20
@@ -62,6 +63,8 @@ class GenerationOptions:
             prefix that ends at a chunk border. Either the host states of a checkpoint,
             or live mlx-lm caches, which then belong to the engine.
         cached_tokens: how many tokens ``cache`` covers; None reads it from the cache.
+        cache_origin: the place in a log that ``cache`` was loaded from; a store in whose folder
+            that is goes on from there, and writes only what is new.
         initial_pending_token: the token that was sampled and is not in the cache.
         initial_pending_logprobs: its logprobs.
         initial_generated_tokens: how many of ``prompt_tokens`` were generated. With neither
@@ -96,9 +99,10 @@ class GenerationOptions:
     frequency_context_size: int = 20
     checkpoint_every_tokens: int | None = 256
     checkpoint_every_seconds: float | None = 2.0
-    on_decode_checkpoint: Callable[[Checkpoint], object] | None = None
+    on_decode_checkpoint: Callable[[LiveCheckpoint], object] | None = None
     cache: Sequence[Any] | None = None
     cached_tokens: int | None = None
+    cache_origin: Origin | None = None
     initial_pending_token: int | None = None
     initial_pending_logprobs: PendingLogprobs | None = None
     initial_generated_tokens: int = 0

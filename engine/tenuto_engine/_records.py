@@ -190,7 +190,10 @@ def _pack_map(header: Header) -> bytes:
     if len(packed) > MAX_HEADER_BYTES:
         raise ValueError(f"the header has {len(packed)} bytes, more than {MAX_HEADER_BYTES}")
     # A caller's own map may have keys that can be written and not read.
-    _unpack_map(packed)
+    try:
+        _unpack_map(packed)
+    except Damaged as error:
+        raise ValueError(f"it could not be read back: {error}") from error
     return packed
 
 

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 from tenuto_engine._checkpoint import Checkpoint
 from tenuto_engine._errors import ResumeMismatch
+from tenuto_engine._live import LiveCheckpoint
 from tenuto_engine._options import GenerationOptions, PendingLogprobs
 from tenuto_engine._token import Token
 
 
 def resume_options(
-    checkpoint: Checkpoint,
+    checkpoint: Checkpoint | LiveCheckpoint,
     options: GenerationOptions,
     published: Ids[Token] | None = None,
     *,
@@ -42,6 +43,7 @@ def resume_options(
         seed=checkpoint.seed,
         cache=checkpoint.caches,
         cached_tokens=len(checkpoint.cache_tokens),
+        cache_origin=checkpoint.origin,
         initial_pending_token=checkpoint.pending_token,
         initial_pending_logprobs=_pending_logprobs(checkpoint),
         initial_generated_tokens=covered,
@@ -55,7 +57,7 @@ def resume_options(
     return tokens, resumed
 
 
-def _check_agreement(checkpoint: Checkpoint, published: Ids[Token]) -> None:
+def _check_agreement(checkpoint: Checkpoint | LiveCheckpoint, published: Ids[Token]) -> None:
     for own, other in zip(checkpoint.generated, published, strict=False):
         if (own.index, own.token) != (other.index, other.token):
             raise ResumeMismatch(
@@ -65,7 +67,7 @@ def _check_agreement(checkpoint: Checkpoint, published: Ids[Token]) -> None:
             )
 
 
-def _tokens(checkpoint: Checkpoint, prompt_tokens: Ids[int] | None) -> list[int]:
+def _tokens(checkpoint: Checkpoint | LiveCheckpoint, prompt_tokens: Ids[int] | None) -> list[int]:
     cached, original = checkpoint.cache_tokens, checkpoint.original_prompt_tokens
     if prompt_tokens is None:
         if checkpoint.pending_token is None:
@@ -80,7 +82,7 @@ def _tokens(checkpoint: Checkpoint, prompt_tokens: Ids[int] | None) -> list[int]
     return [*prompt, *cached[original:]]
 
 
-def _pending_logprobs(checkpoint: Checkpoint) -> PendingLogprobs | None:
+def _pending_logprobs(checkpoint: Checkpoint | LiveCheckpoint) -> PendingLogprobs | None:
     if checkpoint.pending_token is None or checkpoint.pending_logprob is None:
         return None
     return PendingLogprobs(checkpoint.pending_logprob, checkpoint.pending_top_logprobs)

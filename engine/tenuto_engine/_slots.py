@@ -11,9 +11,9 @@ from typing import Any, Final, cast
 
 import mlx.core as mx
 
-from tenuto_engine._caches import snapshot
-from tenuto_engine._checkpoint import Checkpoint
+from tenuto_engine._checkpoint import Origin
 from tenuto_engine._errors import GenerationFailed, NoFreeSlot
+from tenuto_engine._live import LiveCheckpoint, Moment
 from tenuto_engine._logits import Likeliest, LogitsProcessors, in_order
 from tenuto_engine._options import GenerationOptions
 from tenuto_engine._sampler import Sampler
@@ -73,6 +73,8 @@ class CheckpointClock:
         self.reset(generated)
 
     def due(self, generated: int) -> bool:
+        if self._put_off:
+            return True
         if self._tokens is not None and generated // self._tokens > self._last // self._tokens:
             return True
         return self._seconds is not None and time.monotonic() - self._since >= self._seconds
@@ -80,6 +82,11 @@ class CheckpointClock:
     def reset(self, generated: int) -> None:
         self._last = generated
         self._since = time.monotonic()
+        self._put_off = False
+
+    def put_off(self) -> None:
+        """One was due and could not be taken, or not all of it."""
+        self._put_off = True
 
 
 @dataclass(eq=False)
@@ -95,6 +102,8 @@ class Row:
         bound: most tokens they may ever hold.
         reading: what a prefill reads: the prompt, and generated tokens if there is no
             pending one to go on from.
+        pending: the token after those in the caches; None in a prefill.
+        origin: the place in a log that the caches were loaded from, or None.
     """
 
     sequence: Sequence
@@ -105,6 +114,7 @@ class Row:
     processors: LogitsProcessors
     sampler: Sampler
     pending: Pending | None = None
+    origin: Origin | None = None
 
     def __post_init__(self) -> None:
         self._clock = CheckpointClock(self.sequence.options, max(self.generated, 0))
@@ -137,26 +147,29 @@ class Row:
         """Check that `count` more positions may be written."""
         assert self.position + count <= self.bound, "a row would write past its bound"
 
-    def checkpoint(self) -> Checkpoint | None:
-        """All that the next token depends on.
+    def checkpoint(self) -> LiveCheckpoint | None:
+        """All that the next token depends on; close it before the row goes on.
 
         None while nothing is computed, and while generated tokens are prefilled: that gives
         other bits, so whoever goes on must know that it did.
         """
         if self.position == 0 or (self.pending is None and self.generated > 0):
             return None
-        drawn = self.pending.read() if self.pending else None
-        return Checkpoint(
-            cache_tokens=self.tokens_in_cache(),
-            original_prompt_tokens=len(self.sequence.prompt),
-            generated=tuple(self.sequence.tokens[: max(self.generated, 0)]),
-            pending_token=drawn.token if drawn else None,
-            pending_logprob=drawn.logprob if drawn else None,
-            pending_top_logprobs=drawn.top_logprobs if drawn else (),
-            seed=self.sequence.seed,
-            caches=snapshot(self.caches),
-            divergences=self.sequence.stats.divergences,
-            first_divergence=self.sequence.stats.first_divergence,
+        sequence = self.sequence
+        return LiveCheckpoint(
+            Moment(
+                lineage=self,
+                origin=self.origin,
+                prompt=sequence.prompt,
+                prompt_tokens=len(sequence.prompt),
+                tokens=sequence.tokens,
+                position=self.position,
+                pending=self.pending,
+                caches=self.caches,
+                seed=sequence.seed,
+                divergences=sequence.stats.divergences,
+                first_divergence=sequence.stats.first_divergence,
+            )
         )
 
     def checkpoint_if_due(self, *, now: bool = False) -> None:
@@ -165,17 +178,26 @@ class Row:
         callback = self.sequence.options.on_decode_checkpoint
         if callback is None or not (now or self._clock.due(generated)):
             return
-        checkpoint = self.checkpoint()
-        if checkpoint is None:
+        live = self.checkpoint()
+        if live is None:
             return
-        self.sequence.stats.checkpoints += 1
-        try:
-            callback(checkpoint)
-        except Exception:  # noqa: BLE001  # it is the caller's code, and a job must outlive its disk
-            self.sequence.stats.checkpoint_errors += 1
-            _log.exception("the checkpoint callback raised; the generation goes on")
-        # Counted from here, so that a slow snapshot does not make the next one due at once.
+        self.hand_over(live, callback)
+        # Counted from here, so that a slow copy does not make the next one due at once.
         self._clock.reset(generated)
+        if live.deferred:
+            self._clock.put_off()
+
+    def hand_over(self, live: LiveCheckpoint, callback: Callable[[LiveCheckpoint], object]) -> None:
+        """Call `callback`, whatever it does."""
+        stats = self.sequence.stats
+        try:
+            callback(live)
+        except Exception:  # noqa: BLE001  # it is the caller's code, and a job must outlive its disk
+            stats.checkpoint_errors += 1
+            _log.exception("the checkpoint callback raised; the generation goes on")
+        finally:
+            live.close()
+        stats.checkpoints += not live.deferred
 
 
 class Slots:

@@ -1,149 +1,118 @@
-"""``CheckpointStore``: the folder of one job; saving, finding the newest valid, pruning.
+"""``CheckpointStore``: the folder of one job, as one attempt at it writes there.
 
-The rename is the commit: a file under its final name is whole and synced. Every attempt
-(epoch and nonce) has names of its own, so nobody ever writes into another's file, and
-an attempt that sees a higher epoch removes nothing but its own.
+Two threads meet here. The decode thread takes deltas (``take``), each of what is new since the
+last one it took; the writer's thread appends them to the attempt's log (``write``). When an
+append fails, what was taken after the last good record is forgotten, and the next delta begins
+there again: the row still has it all.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
-import re
 import secrets
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self
+from typing import Final
 
-from tenuto_engine._checkpoint import Checkpoint, from_header, to_header
-from tenuto_engine._errors import (
-    CheckpointCorrupt,
-    CheckpointError,
-    CheckpointWriteError,
-    InvalidOption,
-)
-from tenuto_engine._format import CheckpointFile, write_file
+from tenuto_engine._appender import Appender, Beginning, Budget
+from tenuto_engine._checkpoint import Checkpoint, Origin
+from tenuto_engine._delta import Delta
+from tenuto_engine._errors import CheckpointWriteError, InvalidOption
 from tenuto_engine._fs import FileSystem
+from tenuto_engine._inventory import (
+    OnCorrupt,
+    StoredCheckpoint,
+    StoredEnd,
+    check_job_id,
+    delete_folder,
+    stored_checkpoints,
+    stored_ends,
+)
+from tenuto_engine._inventory import newest_valid as newest_valid_of
+from tenuto_engine._live import LiveCheckpoint, Moment, as_live, signature_of, take_delta
+from tenuto_engine._log import NONCE
+from tenuto_engine._token import Token
 
 _log = logging.getLogger(__name__)
 
-TEMPORARY: Final = ".tmp"
-_JOB_ID: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_NONCE: Final = re.compile(r"[A-Za-z0-9_]{1,64}")
-_NAME: Final = re.compile(rf"(\d{{8,10}})-(\d{{8,10}})-({_NONCE.pattern})\.ckpt({TEMPORARY})?")
-
-OnCorrupt = Callable[[CheckpointCorrupt], None]
-
-
-class _Name(NamedTuple):
-    """A file's name. Ordered as the files were written."""
-
-    epoch: int
-    seq: int
-    nonce: str
-    temporary: bool = False
-
-    @classmethod
-    def parse(cls, name: str) -> Self | None:
-        match = _NAME.fullmatch(name)
-        if match is None:
-            return None
-        epoch, seq, nonce, temporary = match.groups()
-        return cls(int(epoch), int(seq), nonce, temporary is not None)
-
-    def __str__(self) -> str:
-        end = TEMPORARY if self.temporary else ""
-        return f"{self.epoch:08d}-{self.seq:08d}-{self.nonce}.ckpt{end}"
+PART_BYTES: Final = 64 * 2**20
+MAX_EPOCH: Final = 10**10
+_RETRY_S: Final = 1.0
+_LONGEST_RETRY_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class StoredCheckpoint:
-    """A file in a job's folder, known by its header alone.
+class Durable:
+    """What survives a loss of power.
 
     Attributes:
-        path: the file.
-        epoch: the attempt that wrote it.
-        seq: its number among all files of the job.
-        nonce: the attempt's own.
-        nbytes: bytes on disk.
-        cache_length: tokens whose KV it holds; 0 if damaged.
-        generated_tokens: generated ones among them; 0 if damaged.
-        prompt_tokens: length of the whole prompt; 0 if damaged.
-        created_at: seconds since 1970, by the writer's clock; 0 if damaged.
-        meta: the caller's own, as it was saved.
-        damage: what is wrong with the header, or None.
+        position: tokens whose KV the newest durable checkpoint covers.
+        generated: generated ones among them.
+        pending: whether it holds the pending token after them, too.
     """
 
-    path: Path
-    epoch: int
-    seq: int
-    nonce: str
-    nbytes: int = 0
-    cache_length: int = 0
-    generated_tokens: int = 0
-    prompt_tokens: int = 0
-    created_at: float = 0.0
-    meta: Mapping[str, Any] | None = None
-    damage: str | None = None
+    position: int = 0
+    generated: int = 0
+    pending: bool = False
 
-    def load(self) -> Checkpoint:
-        """Read and check the whole file.
-
-        Raises:
-            CheckpointCorrupt: it is damaged, gone, or cannot be read.
-        """
-        with CheckpointFile.open(self.path) as file:
-            return _checkpoint_of(file)
+    @property
+    def tokens(self) -> int:
+        """Generated tokens that a resume has without a forward pass."""
+        return self.generated + self.pending
 
 
 @dataclass(frozen=True, slots=True)
-class StoredJob:
-    """A job's folder, for a listing.
+class _Mark:
+    """How far the deltas of a lineage have come.
 
     Attributes:
-        job_id: the folder's name.
-        folder: where it is.
-        checkpoints: newest first; damaged ones are among them.
-        nbytes: bytes that they take on disk.
+        position: positions of the generation that they have.
+        first: index of the first token that their commits lack.
+        generation, signature: of the deltas; the signature is None before the first.
     """
 
-    job_id: str
-    folder: Path
-    checkpoints: tuple[StoredCheckpoint, ...]
-    nbytes: int
+    position: int = 0
+    first: int = 1
+    generation: int = 0
+    signature: tuple[object, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
-    """What ``verify`` found.
+@dataclass(frozen=True, slots=True, eq=False)
+class Taken:
+    """A delta on its way to the disk.
 
     Attributes:
-        path: the file.
-        ok: every byte of it was checked and is as it was written.
-        reason: what is wrong, or None.
-        cache_length: tokens whose KV it holds; 0 if not ok.
-        generated_tokens: generated ones among them; 0 if not ok.
+        delta: it.
+        turn: deltas of an earlier turn than the store's are void.
+        after: how far the lineage has come with it.
     """
 
-    path: Path
-    ok: bool
-    reason: str | None = None
-    cache_length: int = 0
-    generated_tokens: int = 0
+    delta: Delta
+    turn: int
+    after: _Mark
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes."""
+        return self.delta.nbytes
 
 
 class CheckpointStore:
-    """The checkpoints of one job, as one attempt at it sees them.
+    """Writes one attempt's checkpoints, and finds those of all attempts.
 
     Args:
-        folder: the job's own folder; its name is the job's id. Created by the first save.
+        folder: the job's own folder; its name is the job's id. Created when it is needed.
         epoch: which attempt this is.
         nonce: the attempt's own, of ``[A-Za-z0-9_]``; random if None.
-        meta: added to the meta of every checkpoint saved.
-        keep: how many checkpoints to keep, at least 1.
+        meta: the caller's own, of what msgpack can hold; given back with every checkpoint.
+        budget: what all jobs together may take.
+        part_bytes: most bytes of positions that one delta holds; what is new beyond that
+            follows in further ones.
+        retry_seconds: after a failure nothing is taken for so long, and twice as long after
+            the next, up to 30 s.
         fs: the disk.
 
     Raises:
@@ -157,80 +126,230 @@ class CheckpointStore:
         epoch: int = 0,
         nonce: str | None = None,
         meta: Mapping[str, object] | None = None,
-        keep: int = 2,
+        budget: Budget | None = None,
+        part_bytes: int = PART_BYTES,
+        retry_seconds: float = _RETRY_S,
         fs: FileSystem | None = None,
     ) -> None:
         check_job_id(folder.name)
         self.folder = folder
         self.epoch = epoch
         self.nonce = secrets.token_hex(4) if nonce is None else nonce
-        if not _NONCE.fullmatch(self.nonce):
+        if not NONCE.fullmatch(self.nonce):
             raise InvalidOption("nonce", f"{self.nonce!r} is not 1 to 64 of [A-Za-z0-9_]")
-        if not 0 <= epoch < 10**10:
-            raise InvalidOption("epoch", f"{epoch} is not from 0 to 9999999999")
-        if keep < 1:
-            raise InvalidOption("keep", f"{keep} is less than 1")
-        self._meta = dict(meta or {})
-        self._keep = keep
+        if not 0 <= epoch < MAX_EPOCH:
+            raise InvalidOption("epoch", f"{epoch} is not from 0 to {MAX_EPOCH - 1}")
         self._fs = fs or FileSystem()
-        self._seq = 0
-        self._opened = False
+        self._part_bytes = part_bytes
+        self._retry_seconds = self._retry_in = retry_seconds
+        self._retry_at = 0.0
+        self._marks = threading.Lock()
+        self._disk = threading.Lock()
+        self._appender = Appender(
+            self._fs, folder, epoch=epoch, nonce=self.nonce, meta=dict(meta or {}), budget=budget
+        )
+        self._lineage: object = None
+        self._beginning: Beginning | None = None
+        self._turn = 0
+        self._accepted = self._written = self._committed = _Mark()
+        self._durable = Durable()
+        self._closed = False
 
-    def save(self, checkpoint: Checkpoint) -> Path:
-        """Make ``checkpoint`` durable, then remove those it supersedes.
+    @property
+    def durable(self) -> Durable:
+        """What the newest durable checkpoint covers that this attempt can go on from."""
+        return self._durable
 
-        Blocks for as long as the disk takes. Whatever fails, earlier checkpoints are as
-        they were, and the next save starts afresh.
+    # -- on the decode thread ----------------------------------------------------------
+
+    def take(self, live: LiveCheckpoint, *, final: bool = False) -> Taken | None:
+        """Copy from `live` what no delta has yet, and count on its being written.
+
+        Its cost follows what is new. If there is more than ``part_bytes`` of it, it is a part,
+        and ``live.deferred`` is set.
+
+        Args:
+            final: there will be no later one: everything is taken, also soon after a failure.
 
         Returns:
-            The file, which survives a loss of power from now on.
+            None if nothing may be taken now.
+        """
+        with self._marks:
+            moment = live.moment
+            if self._closed or (not final and time.monotonic() < self._retry_at):
+                return None
+            if moment.lineage is not self._lineage:
+                self._begin(moment)
+            base = self._base(moment)
+            delta = take_delta(
+                moment,
+                generation=base.generation,
+                start=base.position,
+                first=base.first,
+                limit=None if final else self._part_bytes,
+            )
+            first = moment.generated + 1 if delta.commit else base.first
+            live.deferred = delta.commit is None
+            self._accepted = replace(base, position=delta.stop, first=first)
+            return Taken(delta, self._turn, self._accepted)
+
+    def _begin(self, moment: Moment) -> None:
+        """A row that this store has not seen: its log goes on from where the row did."""
+        origin = moment.origin
+        if origin is not None and origin.folder != self.folder:
+            origin = None
+        self._lineage = moment.lineage
+        self._beginning = Beginning(moment.prompt, moment.prompt_tokens, moment.seed, origin)
+        self._turn += 1
+        mark = _Mark()
+        if origin is not None:
+            mark = _Mark(origin.position, origin.generated + 1, origin.generation, origin.signature)
+        self._accepted = self._written = self._committed = mark
+        pending = origin is not None and moment.pending is not None
+        self._durable = Durable(mark.position, mark.first - 1, pending)
+
+    def _base(self, moment: Moment) -> _Mark:
+        base, signature = self._accepted, signature_of(moment)
+        extends = base.signature in (None, signature) and base.position <= moment.position
+        if extends:
+            return replace(base, signature=signature)
+        # The caches changed their class, or went back: what was saved of them is void.
+        first = min(base.first, moment.generated + 1)
+        return _Mark(0, first, base.generation + 1, signature)
+
+    # -- on the writer's thread --------------------------------------------------------
+
+    def open(self, prompt: Sequence[int], seed: int, origin: Origin | None = None) -> None:
+        """Create the log at once, so that the folder knows of the job before its first token.
+
+        Raises:
+            CheckpointWriteError: it is not durable; the first ``write`` tries again.
+        """
+        prompt = tuple(prompt)
+        with self._disk:
+            try:
+                self._appender.open(Beginning(prompt, len(prompt), seed, origin))
+            except Exception as error:
+                self._appender.abandon()
+                raise _write_error(self.folder, error) from error
+
+    def write(self, taken: Taken) -> bool:
+        """Append a delta to the log. Blocks for as long as the disk takes.
+
+        Returns:
+            Whether it is a checkpoint, durable from now on.
+
+        Raises:
+            CheckpointWriteError: it is not in the log; earlier checkpoints are as they were.
+        """
+        with self._disk:
+            beginning = self._beginning
+            if self._closed or taken.turn != self._turn or beginning is None:
+                return False
+            try:
+                self._appender.open(beginning)
+                self._appender.append(taken.delta)
+            except Exception as error:
+                self._go_back(keep_parts=self._appender.repair())
+                raise _write_error(self.folder, error) from error
+            self._advance(taken)
+            if taken.delta.commit is None:
+                return False
+        self._appender.prune(taken.after.position)
+        return True
+
+    def save(self, checkpoint: Checkpoint | LiveCheckpoint) -> Durable:
+        """Take and write all that is new, and wait for the disk.
+
+        A whole ``Checkpoint`` is written whole.
 
         Raises:
             CheckpointWriteError: it is not durable.
         """
-        self._open()
-        self._seq += 1
-        name = _Name(self.epoch, self._seq, self.nonce)
-        target = self.folder / str(name)
-        self._commit(checkpoint, self.folder / str(name._replace(temporary=True)), target)
-        # Failing to tidy up does not undo what is durable.
-        with suppress(OSError):
-            self._prune()
-        return target
+        live = as_live(checkpoint)
+        while True:
+            taken = self.take(live)
+            if taken is None:
+                raise CheckpointWriteError(self.folder, self._why_not())
+            if self.write(taken):
+                live.deferred = False
+                return self._durable
 
-    def candidates(self) -> Iterator[StoredCheckpoint]:
+    def finish(
+        self, end: Mapping[str, object], tokens: Sequence[Token], *, keep_caches: bool
+    ) -> None:
+        """Write down how the job ended, with all its tokens; later deltas are void.
+
+        Args:
+            end: the caller's own, of what msgpack can hold.
+            tokens: all of the job.
+            keep_caches: False removes every other file of this and earlier attempts afterwards.
+
+        Raises:
+            CheckpointWriteError: it is not durable.
+        """
+        with self._disk:
+            self._closed = True
+            try:
+                self._appender.finish(end, tokens)
+            except Exception as error:
+                raise _write_error(self.folder, error) from error
+            finally:
+                self._appender.close()
+        self._appender.prune_finished(keep_caches=keep_caches)
+
+    def close(self) -> None:
+        """Write nothing more. Harmless when called again."""
+        with self._disk:
+            self._closed = True
+            self._appender.close()
+
+    def _advance(self, taken: Taken) -> None:
+        with self._marks:
+            self._written = taken.after
+            self._retry_in, self._retry_at = self._retry_seconds, 0.0
+            if taken.delta.commit is not None:
+                self._committed = taken.after
+                pending = taken.delta.commit.pending_token is not None
+                self._durable = Durable(taken.after.position, taken.after.first - 1, pending)
+
+    def _go_back(self, *, keep_parts: bool) -> None:
+        with self._marks:
+            self._turn += 1
+            self._retry_at = time.monotonic() + self._retry_in
+            self._retry_in = min(2 * self._retry_in, _LONGEST_RETRY_S)
+            if not self._appender.has_base and self._beginning is not None:
+                # The files are gone, so all of it has to be written again.
+                self._beginning = replace(self._beginning, origin=None)
+                self._committed, self._durable = _Mark(), Durable()
+            self._accepted = self._written = self._written if keep_parts else self._committed
+
+    def _why_not(self) -> str:
+        return "the store is closed" if self._closed else "the last attempt failed a moment ago"
+
+    # -- reading -----------------------------------------------------------------------
+
+    def candidates(self) -> list[StoredCheckpoint]:
         """The job's checkpoints, newest first: longest cache, then epoch, then number.
 
-        Damaged headers come first, since they may have been the newest. Only headers
-        are read.
+        Damaged logs come first, since they may have held the newest. Only headers are read.
 
         Raises:
             CheckpointError: the folder cannot be listed.
         """
-        found = [_stat(self.folder / str(name), name) for name in self._names_or_error()]
-        found.sort(key=_newest_first, reverse=True)
-        yield from found
+        return stored_checkpoints(self.folder)
 
     def newest_valid(self, on_corrupt: OnCorrupt | None = None) -> Checkpoint | None:
         """The newest checkpoint that is wholly undamaged, or None.
 
         Args:
-            on_corrupt: called with each that was skipped; they are logged in any case.
+            on_corrupt: called with each damage that was passed over; they are logged in any case.
         """
-        skipped: set[Path] = set()
-        while True:
-            try:
-                stored = next(each for each in self.candidates() if each.path not in skipped)
-            except StopIteration:
-                return None
-            try:
-                return stored.load()
-            except CheckpointCorrupt as error:
-                skipped.add(stored.path)
-                # An earlier attempt that is still alive may have put a newer one in its
-                # place, so the folder is listed anew each time.
-                if stored.path.exists():
-                    _report(error, on_corrupt)
+        return newest_valid_of(self.folder, on_corrupt)
+
+    def ends(self) -> list[StoredEnd]:
+        """What ``finish`` wrote, of all attempts, the latest epoch first."""
+        return stored_ends(self.folder)
 
     def delete(self) -> None:
         """Remove all checkpoints of the job, whoever wrote them, and its folder.
@@ -240,188 +359,15 @@ class CheckpointStore:
         Raises:
             CheckpointError: the disk refused.
         """
-        try:
-            for entry in self._fs.listdir(self.folder):
-                if _Name.parse(entry) is not None:
-                    self._unlink(entry)
-            self._fs.remove_folder(self.folder)
-            self._fs.sync_folder(self.folder.parent)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            if error.errno == errno.ENOTEMPTY:
-                return
-            raise CheckpointError(f"{self.folder}: cannot be deleted: {error.strerror}") from error
-
-    def _open(self) -> None:
-        """Create the folder, once: one that somebody deleted later stays deleted."""
-        if self._opened:
-            return
-        try:
-            self._fs.make_folder(self.folder)
-            names = self._names()
-        except OSError as error:
-            raise _write_error(self.folder, error) from error
-        self._seq = max([name.seq for name in names if name.epoch <= self.epoch], default=0)
-        self._opened = True
-
-    def _commit(self, checkpoint: Checkpoint, temporary: Path, target: Path) -> None:
-        written = temporary
-        try:
-            self._write(checkpoint, temporary)
-            self._fs.rename(temporary, target)
-            written = target
-            self._fs.sync_folder(self.folder)
-        except (OSError, TypeError, ValueError, OverflowError) as error:
-            # What is not known to be durable must not count among those kept.
-            with suppress(OSError):
-                self._fs.unlink(written)
-            raise _write_error(target, error) from error
-
-    def _write(self, checkpoint: Checkpoint, temporary: Path) -> None:
-        header, arrays = to_header(checkpoint.with_meta(self._meta))
-        header["created_at"] = time.time()
-        handle = self._fs.create(temporary)
-        try:
-            write_file(header, arrays, lambda data: self._fs.write(handle, data))
-            self._fs.sync(handle)
-        finally:
-            self._fs.close(handle)
-
-    def _prune(self) -> None:
-        names = self._names()
-        mine = [name for name in names if (name.epoch, name.nonce) == (self.epoch, self.nonce)]
-        if any(name.epoch > self.epoch for name in names):
-            superseded = []
-        else:
-            superseded = [name for name in names if name.epoch < self.epoch]
-        # By order of writing, not by length: an attempt that had to begin anew, because
-        # what it found was damaged, must not lose its files to the longer damaged ones.
-        whole = sorted(name for name in mine + superseded if not name.temporary)
-        stale = [name for name in superseded if name.temporary]
-        for name in whole[: -self._keep] + stale:
-            self._unlink(str(name))
-
-    def _unlink(self, name: str) -> None:
-        with suppress(FileNotFoundError):
-            self._fs.unlink(self.folder / name)
-
-    def _names(self) -> list[_Name]:
-        parsed = (_Name.parse(entry) for entry in self._fs.listdir(self.folder))
-        return [name for name in parsed if name is not None]
-
-    def _names_or_error(self) -> list[_Name]:
-        try:
-            return [name for name in self._names() if not name.temporary]
-        except FileNotFoundError:
-            return []
-        except OSError as error:
-            raise CheckpointError(f"{self.folder}: cannot be listed: {error.strerror}") from error
-
-
-# -- the folder of all jobs ------------------------------------------------------------
-
-
-def check_job_id(job_id: str) -> None:
-    """Raise ``InvalidOption`` unless ``job_id`` is 1 to 64 of ``[A-Za-z0-9_-]``."""
-    if not _JOB_ID.fullmatch(job_id):
-        raise InvalidOption("job_id", f"{job_id!r} is not 1 to 64 of [A-Za-z0-9_-]")
-
-
-def job_folder(root: Path, job_id: str) -> Path:
-    """Where the job's checkpoints are.
-
-    Raises:
-        InvalidOption: the id is not one of ours, and might lead out of ``root``.
-    """
-    check_job_id(job_id)
-    return root / job_id
-
-
-def list_jobs(root: Path) -> list[StoredJob]:
-    """The jobs that have a folder under ``root``, by id. Foreign names are left out.
-
-    Raises:
-        CheckpointError: a folder cannot be listed.
-    """
-    try:
-        folders = sorted(entry for entry in root.iterdir() if _is_job_folder(entry))
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(f"{root}: cannot be listed: {error.strerror}") from error
-    return [_list_job(folder) for folder in folders]
-
-
-def verify(path: Path) -> VerifyReport:
-    """Check every byte of one file. Raises nothing."""
-    try:
-        with CheckpointFile.open(path) as file:
-            checkpoint = _checkpoint_of(file)
-    except CheckpointCorrupt as error:
-        return VerifyReport(path, ok=False, reason=error.reason)
-    return VerifyReport(
-        path,
-        ok=True,
-        cache_length=len(checkpoint.cache_tokens),
-        generated_tokens=checkpoint.generated_tokens,
-    )
-
-
-def _is_job_folder(entry: Path) -> bool:
-    return bool(_JOB_ID.fullmatch(entry.name)) and entry.is_dir() and not entry.is_symlink()
-
-
-def _list_job(folder: Path) -> StoredJob:
-    found = tuple(CheckpointStore(folder).candidates())
-    return StoredJob(folder.name, folder, found, sum(stored.nbytes for stored in found))
-
-
-# -- helpers ---------------------------------------------------------------------------
-
-
-def _stat(path: Path, name: _Name) -> StoredCheckpoint:
-    bare = StoredCheckpoint(path, name.epoch, name.seq, name.nonce)
-    try:
-        with CheckpointFile.open(path) as file:
-            header = file.header
-            return replace(
-                bare,
-                nbytes=file.size,
-                cache_length=len(header["cache_tokens"]),
-                generated_tokens=len(header["generated"]),
-                prompt_tokens=int(header["original_prompt_tokens"]),
-                created_at=float(header["created_at"]),
-                meta=dict(header["meta"]),
-            )
-    except CheckpointCorrupt as error:
-        reason = error.reason
-    except (KeyError, TypeError, ValueError) as error:
-        reason = f"the header is incomplete: {error!r}"
-    nbytes = path.stat().st_size if path.exists() else 0
-    return replace(bare, nbytes=nbytes, damage=reason)
-
-
-def _report(error: CheckpointCorrupt, on_corrupt: OnCorrupt | None) -> None:
-    _log.warning("skipped a checkpoint: %s", error)
-    if on_corrupt is not None:
-        on_corrupt(error)
-
-
-def _newest_first(stored: StoredCheckpoint) -> tuple[bool, int, int, int]:
-    return (stored.damage is not None, stored.cache_length, stored.epoch, stored.seq)
-
-
-def _checkpoint_of(file: CheckpointFile) -> Checkpoint:
-    try:
-        return from_header(file.header, file.arrays())
-    except CheckpointCorrupt:
-        raise
-    except CheckpointError as error:
-        raise CheckpointCorrupt(file.path, str(error)) from error
+        self.close()
+        delete_folder(self._fs, self.folder)
 
 
 def _write_error(path: Path, error: Exception) -> CheckpointWriteError:
+    if isinstance(error, CheckpointWriteError):
+        return error
     if isinstance(error, OSError):
         return CheckpointWriteError(path, error.strerror or type(error).__name__)
-    return CheckpointWriteError(path, f"cannot be packed: {error}")
+    if isinstance(error, TypeError | ValueError | OverflowError):
+        return CheckpointWriteError(path, f"cannot be packed: {error}")
+    raise error

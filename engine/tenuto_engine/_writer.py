@@ -1,27 +1,33 @@
 """``CheckpointWriter``: the thread that hashes and writes, so that decoding never waits.
 
-A waiting checkpoint is a whole copy of a cache in host memory. So each job has at most
-one waiting, the newest, and all jobs together ``max_pending``.
+What waits takes memory: each store has at most one delta waiting behind the one that is being
+written, and all of them together stay below a limit. Beyond that a checkpoint is put off; the
+next one then holds what it would have held, and more.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Final
 from weakref import WeakKeyDictionary
 
 from tenuto_engine._checkpoint import Checkpoint
 from tenuto_engine._errors import CheckpointWriteError
-from tenuto_engine._store import CheckpointStore
+from tenuto_engine._live import LiveCheckpoint, as_live
+from tenuto_engine._store import CheckpointStore, Durable
+from tenuto_engine._token import Token
 
 _log = logging.getLogger(__name__)
 
-OnSaved = Callable[[CheckpointStore, Checkpoint, Path], None]
+OnSaved = Callable[[CheckpointStore, Durable], None]
 OnError = Callable[[CheckpointStore, CheckpointWriteError], None]
+
+MAX_PENDING_BYTES: Final = 256 * 2**20
+_MOST_WAITING: Final = 2
 
 
 @dataclass(slots=True)
@@ -29,88 +35,128 @@ class _Job:
     """What the writer knows of one store.
 
     Attributes:
-        submitted: number of the newest checkpoint accepted.
-        settled: number of the newest one that is durable or has failed.
-        saved: the file of ``settled``, or None if that failed.
+        accepted: number of the newest item accepted.
+        settled: number of the newest one that was written or has failed.
+        waiting: items between the two.
+        ok: whether the newest settled one is durable.
         reported: the conditions reported since the last success.
     """
 
-    submitted: int = 0
+    accepted: int = 0
     settled: int = 0
-    saved: Path | None = None
+    ok: bool = False
     reported: set[str] = field(default_factory=set)
+
+    @property
+    def waiting(self) -> int:
+        return self.accepted - self.settled
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """Something to do for a store; `write` says whether a checkpoint became durable."""
+
+    store: CheckpointStore
+    number: int
+    nbytes: int
+    write: Callable[[], bool]
 
 
 class CheckpointWriter:
-    """Saves checkpoints on a daemon thread of its own.
+    """Writes for many stores on a daemon thread of its own, in the order of submission.
 
     Both callbacks run on that thread. One that raises is logged and does no harm.
 
     Args:
-        on_saved: called with each store, checkpoint and file that became durable.
+        on_saved: called with each store of which a checkpoint became durable.
         on_error: called with a store and its error, once for each distinct condition
-            until a save of that store succeeds again.
-        max_pending: how many jobs may have a checkpoint waiting, at least 1.
+            until a checkpoint of that store becomes durable again.
+        max_pending_bytes: how much memory may wait; one delta may always.
     """
 
     def __init__(
         self,
         on_saved: OnSaved | None = None,
         on_error: OnError | None = None,
-        max_pending: int = 2,
+        max_pending_bytes: int = MAX_PENDING_BYTES,
     ) -> None:
         self._on_saved = on_saved
         self._on_error = on_error
-        self._max_pending = max(1, max_pending)
+        self._max_pending = max_pending_bytes
         self._changed = threading.Condition()
-        # In order of submission; a replaced checkpoint keeps its turn.
-        self._waiting: dict[CheckpointStore, tuple[int, Checkpoint]] = {}
+        self._items: deque[_Item] = deque()
         self._jobs: WeakKeyDictionary[CheckpointStore, _Job] = WeakKeyDictionary()
+        self._pending = 0
         self._busy = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
         self._thread.start()
 
-    def submit(self, store: CheckpointStore, checkpoint: Checkpoint) -> bool:
-        """Queue a checkpoint and return at once.
+    @property
+    def pending_bytes(self) -> int:
+        """Memory that waits to be written, or is being written."""
+        return self._pending
+
+    def submit(
+        self,
+        store: CheckpointStore,
+        checkpoint: Checkpoint | LiveCheckpoint,
+        *,
+        final: bool = False,
+    ) -> bool:
+        """Take what is new, queue it and return at once; on the thread that owns the caches.
+
+        A whole ``Checkpoint`` is taken whole.
+
+        Args:
+            final: there will be no later one, so it is taken whatever waits.
 
         Returns:
-            False if it was not accepted, because too many jobs wait or the writer is closed.
+            False if nothing was taken, because too much waits, or the store failed a moment
+            ago, or the writer is closed. A live checkpoint is then deferred.
         """
+        live = as_live(checkpoint)
         with self._changed:
-            return self._accept(store, checkpoint)
+            if self._closed or not (final or self._has_room(store)):
+                live.defer()
+                return False
+        taken = store.take(live, final=final)
+        if taken is None:
+            live.defer()
+            return False
+        self._put(store, taken.nbytes, lambda: store.write(taken))
+        return True
 
-    def save(
-        self, store: CheckpointStore, checkpoint: Checkpoint, timeout: float | None = None
-    ) -> Path | None:
-        """Queue a checkpoint, waiting for room, and wait until it is durable.
+    def finish(
+        self,
+        store: CheckpointStore,
+        end: Mapping[str, object],
+        tokens: Sequence[Token],
+        *,
+        keep_caches: bool,
+    ) -> None:
+        """Queue the store's ``finish``. Failing is reported as any other error."""
 
-        For the last checkpoint of a row that is cancelled or drained.
+        def write() -> bool:
+            store.finish(end, tokens, keep_caches=keep_caches)
+            return True
+
+        self._put(store, 0, write)
+
+    def wait(self, store: CheckpointStore, timeout: float | None = None) -> bool:
+        """Wait until all that was accepted of the store is written or has failed.
 
         Returns:
-            The file, or None if saving failed or took longer than ``timeout`` seconds.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
-            self._changed.wait_for(lambda: self._has_room(store), timeout)
-            if not self._accept(store, checkpoint):
-                return None
-        left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        return self.wait(store, left)
-
-    def wait(self, store: CheckpointStore, timeout: float | None = None) -> Path | None:
-        """Wait until the store's newest accepted checkpoint is durable or has failed.
-
-        Returns:
-            Its file; None if it failed, took longer than ``timeout`` seconds, or there is none.
+            Whether the newest is durable. False if that took longer than ``timeout`` seconds,
+            or there is none.
         """
         with self._changed:
             job = self._jobs.get(store)
             if job is None:
-                return None
-            newest = job.submitted
+                return False
+            newest = job.accepted
             done = self._changed.wait_for(lambda: job.settled >= newest, timeout)
-            return job.saved if done else None
+            return done and job.ok
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until nothing is waiting or being written.
@@ -119,7 +165,7 @@ class CheckpointWriter:
             False if that took longer than ``timeout`` seconds.
         """
         with self._changed:
-            return self._changed.wait_for(lambda: not self._waiting and not self._busy, timeout)
+            return self._changed.wait_for(lambda: not self._items and not self._busy, timeout)
 
     def close(self, timeout: float | None = None) -> bool:
         """Accept nothing more, write what is waiting, and end the thread.
@@ -133,19 +179,19 @@ class CheckpointWriter:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    # -- with the lock held ------------------------------------------------------------
-
-    def _accept(self, store: CheckpointStore, checkpoint: Checkpoint) -> bool:
-        if self._closed or not self._has_room(store):
-            return False
-        job = self._jobs.setdefault(store, _Job())
-        job.submitted += 1
-        self._waiting[store] = (job.submitted, checkpoint)
-        self._changed.notify_all()
-        return True
+    def _put(self, store: CheckpointStore, nbytes: int, write: Callable[[], bool]) -> None:
+        with self._changed:
+            job = self._jobs.setdefault(store, _Job())
+            job.accepted += 1
+            self._items.append(_Item(store, job.accepted, nbytes, write))
+            self._pending += nbytes
+            self._changed.notify_all()
 
     def _has_room(self, store: CheckpointStore) -> bool:
-        return self._closed or store in self._waiting or len(self._waiting) < self._max_pending
+        job = self._jobs.get(store)
+        if job is not None and job.waiting >= _MOST_WAITING:
+            return False
+        return self._pending < self._max_pending
 
     # -- on the writer's thread --------------------------------------------------------
 
@@ -155,38 +201,39 @@ class CheckpointWriter:
 
     def _write_next(self) -> bool:
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed)
-            if not self._waiting:
+            self._changed.wait_for(lambda: self._items or self._closed)
+            if not self._items:
                 return False
-            store = next(iter(self._waiting))
-            number, checkpoint = self._waiting.pop(store)
+            item = self._items.popleft()
             self._busy = True
-            self._changed.notify_all()
-        saved: Path | None = None
+        ok = False
         try:
-            saved = self._save(store, checkpoint)
+            ok = self._write(item)
         finally:
             with self._changed:
-                job = self._jobs[store]
-                job.settled, job.saved = number, saved
+                job = self._jobs[item.store]
+                job.settled, job.ok = item.number, ok
+                self._pending -= item.nbytes
                 self._busy = False
                 self._changed.notify_all()
         return True
 
-    def _save(self, store: CheckpointStore, checkpoint: Checkpoint) -> Path | None:
+    def _write(self, item: _Item) -> bool:
+        store = item.store
         try:
-            path = store.save(checkpoint)
+            durable = item.write()
         except CheckpointWriteError as error:
             self._report(store, error)
-            return None
+            return False
         except Exception as error:  # noqa: BLE001 - all jobs share this thread
             _log.exception("saving a checkpoint in %s", store.folder)
             self._report(store, CheckpointWriteError(store.folder, f"{error!r}"))
-            return None
-        self._jobs[store].reported.clear()
-        if self._on_saved is not None:
-            self._guard(self._on_saved, store, checkpoint, path)
-        return path
+            return False
+        if durable:
+            self._jobs[store].reported.clear()
+            if self._on_saved is not None:
+                self._guard(self._on_saved, store, store.durable)
+        return durable
 
     def _report(self, store: CheckpointStore, error: CheckpointWriteError) -> None:
         reported = self._jobs[store].reported

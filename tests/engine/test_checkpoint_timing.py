@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine_runs import PROMPT, STYLES, run
-from tenuto_engine import Checkpoint, Engine, GenerationOptions, SequenceState
+from tenuto_engine import Checkpoint, Engine, GenerationOptions, LiveCheckpoint, SequenceState
 from tenuto_engine._slots import CheckpointClock
 
 OPTIONS: dict[str, Any] = STYLES["sampled"] | {"max_tokens": 40}
@@ -56,7 +56,7 @@ def test_a_pending_token_is_not_handed_out_before_its_checkpoint(llama: Engine) 
     handed_out: list[int] = []
     seen: list[tuple[int | None, list[int]]] = []
 
-    def callback(checkpoint: Checkpoint) -> None:
+    def callback(checkpoint: LiveCheckpoint) -> None:
         seen.append((checkpoint.pending_token, list(handed_out)))
 
     sequence = llama.add(
@@ -76,7 +76,7 @@ def test_a_callback_that_raises_is_logged_and_counted_and_the_row_goes_on(
 ) -> None:
     whole = run(llama, encode(llama), **OPTIONS)
 
-    def callback(checkpoint: Checkpoint) -> None:
+    def callback(checkpoint: LiveCheckpoint) -> None:
         raise OSError("disk full")
 
     generation = llama.generate(

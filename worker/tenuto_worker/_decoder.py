@@ -18,10 +18,10 @@ from ._settings import WorkerSettings
 
 if TYPE_CHECKING:
     from tenuto_engine import (
-        Checkpoint,
         CheckpointStore,
         CheckpointWriter,
         Engine,
+        LiveCheckpoint,
         Sequence,
         TokenEvent,
     )
@@ -206,20 +206,22 @@ class DecodeThread:
             stop = row.run.stop
             if stop is None:
                 continue
-            checkpoint = None if stop is Stop.FENCED else self._last_checkpoint(host, row)
+            taken = stop is not Stop.FENCED and self._take_last_checkpoint(host, row)
             host.engine.close(row.sequence)
             host.rows.remove(row)
-            if checkpoint is None:
-                self._leave(row.run, stop)
+            if taken:
+                self._leave_saved(row, stop)
             else:
-                self._leave_saved(row, stop, checkpoint)
+                self._leave(row.run, stop)
 
-    def _last_checkpoint(self, host: Host, row: _Row) -> Checkpoint | None:
-        try:
-            return host.engine.checkpoint(row.sequence)
-        except Exception:
-            row.run.log.exception("no final checkpoint")
-            return None
+    def _take_last_checkpoint(self, host: Host, row: _Row) -> bool:
+        taken = []
+
+        def take(live: LiveCheckpoint) -> None:
+            taken.append(self._writer.submit(row.store, live, final=True))
+
+        host.engine.checkpoint_to(row.sequence, take)
+        return any(taken)
 
     def _leave(self, run: Run, stop: Stop) -> None:
         if stop is Stop.FENCED:
@@ -227,7 +229,7 @@ class DecodeThread:
         else:
             self._publisher.end(run, end_of(stop))
 
-    def _leave_saved(self, row: _Row, stop: Stop, checkpoint: Checkpoint) -> None:
+    def _leave_saved(self, row: _Row, stop: Stop) -> None:
         """End a run once its last checkpoint is durable, so that whoever goes on finds it.
 
         On a thread of its own: a disk may be slow, and neither decoding nor publishing waits.
@@ -236,7 +238,7 @@ class DecodeThread:
         patience = self._settings.grace_seconds / 3
 
         def save() -> None:
-            if self._writer.save(row.store, checkpoint, timeout=patience) is None:
+            if not self._writer.wait(row.store, patience):
                 row.run.log.warning("final checkpoint not saved")
             self._publisher.end(row.run, end_of(stop))
 

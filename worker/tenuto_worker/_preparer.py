@@ -32,11 +32,11 @@ from ._settings import WorkerSettings
 
 if TYPE_CHECKING:
     from tenuto_engine import (
-        Checkpoint,
         CheckpointStore,
         Engine,
         GenerationOptions,
         Geometry,
+        LiveCheckpoint,
     )
     from tenuto_engine import Token as EngineToken
 
@@ -80,7 +80,7 @@ class Outlets:
 
     start: Callable[[Plan], object]
     end: Callable[[Run, End], object]
-    save: Callable[[CheckpointStore, Checkpoint], object]
+    save: Callable[[CheckpointStore, LiveCheckpoint], object]
 
 
 class Preparer:

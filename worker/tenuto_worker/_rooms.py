@@ -6,13 +6,12 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import redis
 
 from tenuto_client import Keys
-from tenuto_engine import Checkpoint, CheckpointStore, CheckpointWriteError, CheckpointWriter
+from tenuto_engine import CheckpointStore, CheckpointWriteError, CheckpointWriter, Durable
 
 from ._announcer import Announcer, Namespace
 from ._checkpoints import Checkpoints
@@ -59,7 +58,6 @@ class Rooms:
         self.writer = CheckpointWriter(
             on_saved=self._checkpoint_saved,
             on_error=self._checkpoint_failed,
-            max_pending=settings.slots * len(settings.models) + 2,
         )
         self.publisher = self._make_publisher()
         self.decoder = DecodeThread(settings, self.runs, self.publisher, self.writer)
@@ -215,12 +213,10 @@ class Rooms:
         self.decoder.wake()
         self.publisher.wake()
 
-    def _checkpoint_saved(self, store: CheckpointStore, saved: Checkpoint, _path: Path) -> None:
+    def _checkpoint_saved(self, store: CheckpointStore, durable: Durable) -> None:
         run = self.runs.get(store.folder.name)
         if run is not None and run.store is store:
-            # The pending token is in the checkpoint, too.
-            pending = saved.pending_token is not None
-            run.durable = max(run.durable, saved.generated_tokens + pending)
+            run.durable = max(run.durable, durable.tokens)
 
     def _checkpoint_failed(self, store: CheckpointStore, error: CheckpointWriteError) -> None:
         # Of a job that is over, the folder may be gone already.
