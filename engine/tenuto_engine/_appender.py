@@ -190,6 +190,7 @@ class Appender:
 
     def _create(self, beginning: Beginning) -> None:
         self._fs.make_folder(self._folder)
+        self._sync_base()
         attempt = self._next_attempt()
         self._logs.append(attempt)
         begin = self._begin(attempt, beginning, self._base)
@@ -199,6 +200,20 @@ class Appender:
         self._trusted = False
         self._log.sync()
         self._trusted = True
+
+    def _sync_base(self) -> None:
+        """Make what the new log continues durable: who wrote it may not have lived to do so."""
+        base = Attempt.of_file(self._base.file) if self._base else None
+        if base is None:
+            return
+        for name, attempt in self._files():
+            if attempt == base:
+                handle = self._fs.open(self._folder / name)
+                try:
+                    self._fs.sync(handle)
+                finally:
+                    self._fs.close(handle)
+        self._fs.sync_folder(self._folder)
 
     def _next_attempt(self) -> Attempt:
         taken = {attempt for _, attempt in self._files()}
