@@ -7,11 +7,11 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import numpy as np
 import pytest
 import xxhash
 
+from forged import forge
 from tenuto_engine._cache_tree import HOST_DTYPES
 from tenuto_engine._delta import Bits
 from tenuto_engine._records import (
@@ -43,18 +43,6 @@ def pack(header: dict[str, Any], *blobs: PayloadBlob) -> bytes:
     packed = pack_record(RecordType.STATE, header, seq=3, prev=bytes(range(16)), blobs=blobs)
     assert packed.nbytes == sum(map(len, packed.chunks))
     return b"".join(packed.chunks)
-
-
-def forge(header: object, payload: bytes = b"", **changes: int) -> bytes:
-    """A record whose digests are right, whatever it says."""
-    packed = header if isinstance(header, bytes) else msgpack.packb(header)
-    numbers = {"kind": 4, "header_bytes": len(packed), "zero": 0, "payload_bytes": len(payload)}
-    numbers |= changes
-    fixed = b"TREC"
-    for name, width in (("kind", 4), ("header_bytes", 4), ("zero", 4), ("payload_bytes", 8)):
-        fixed += numbers[name].to_bytes(width, "little")
-    fixed += xxhash.xxh3_128_digest(packed)
-    return fixed + xxhash.xxh3_64_intdigest(fixed).to_bytes(8, "little") + packed + payload
 
 
 def header_with(blobs: object, **changes: object) -> dict[str, object]:
