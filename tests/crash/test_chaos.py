@@ -163,7 +163,7 @@ class Chaos:
             self._go_on(performance)
 
     def _flip_bits(self) -> None:
-        files = sorted(self._root.glob("*/checkpoints/*/*.ckpt"))
+        files = sorted(self._root.glob("*/checkpoints/*/*"))
         for path in self._chance.sample(files, len(files) // 2):
             with suppress(FileNotFoundError):
                 content = bytearray(path.read_bytes())

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from exact_runs import Case, Models, References, Scene, prepared, worker_of
+from tenuto_engine import StoredCheckpoint, read_job
 from workers import poll_until
 
 
@@ -23,7 +24,7 @@ def test_with_the_newest_checkpoint_damaged_an_older_serves_and_with_all_the_pro
             first.wait_ready()
             scene.submit()
             poll_until(
-                lambda: all(len(files(root / job)) >= 2 for job in unfinished(scene)), "two of each"
+                lambda: all(len(saved(root / job)) >= 2 for job in unfinished(scene)), "two of each"
             )
             first.kill()
         hurt = unfinished(scene)
@@ -48,24 +49,28 @@ def unfinished(scene: Scene) -> list[str]:
     return [each.job.id for each in scene.unfinished]
 
 
-def files(folder: Path) -> list[Path]:
-    """Checkpoints, oldest first."""
-    return sorted(folder.glob("*.ckpt"))
+def saved(folder: Path) -> list[StoredCheckpoint]:
+    """The job's checkpoints, newest first."""
+    return [each for each in read_job(folder).checkpoints if each.damage is None]
 
 
 def flip_newest(folders: Iterable[Path]) -> None:
-    """One bit each: in the head, the header or the arrays of the newest file."""
+    """One bit each: in the preamble, the header or the arrays of the newest one's record."""
     for number, folder in enumerate(folders):
-        newest = files(folder)[-1]
-        content = bytearray(newest.read_bytes())
-        content[(20, 100, len(content) - 100)[number % 3]] ^= 1 << number % 8
-        newest.write_bytes(content)
+        newest = saved(folder)[0]
+        assert newest.commit is not None
+        record = newest.commit.entry.record
+        content = bytearray(newest.path.read_bytes())
+        content[(record.offset + 20, record.offset + 60, record.end - 1)[number % 3]] ^= (
+            1 << number % 8
+        )
+        newest.path.write_bytes(content)
 
 
 def destroy_all(folders: Iterable[Path]) -> None:
     """Emptied, cut in half, overwritten, or gone."""
     for number, folder in enumerate(folders):
-        for path in files(folder):
+        for path in sorted(folder.iterdir()):
             if number % 4 == 3:
                 path.unlink()
                 continue

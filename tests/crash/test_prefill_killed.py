@@ -6,6 +6,7 @@ from pathlib import Path
 
 from exact_runs import GREEDY, Case, Models, Scene, perform, prepared, worker_of
 from tenuto_client import SubmitOptions
+from tenuto_engine import read_job
 from workers import poll_until
 
 LONG = 3000
@@ -49,6 +50,6 @@ def wait_new_checkpoints(folders: list[Path]) -> None:
     )
 
 
-def newest(folder: Path) -> str:
-    """The name of the newest checkpoint; later ones are greater."""
-    return max((path.name for path in folder.glob("*.ckpt")), default="")
+def newest(folder: Path) -> int:
+    """Tokens that the longest checkpoint covers."""
+    return max((each.cache_length for each in read_job(folder).checkpoints), default=0)
