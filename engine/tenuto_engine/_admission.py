@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Ids
+from copy import copy
 from typing import Any
 
 from tenuto_engine._caches import CacheState, check_supported, rebuild
@@ -31,7 +32,7 @@ def admit(loaded: LoadedModel, ids: Ids[int], options: GenerationOptions, chunk:
     caches, position = _caches(loaded, options)
     _check_cover(position, len(tokens), options, chunk)
     ends = frozenset() if options.ignore_eos else loaded.eos_token_ids
-    sequence = Sequence(prompt, options, ends | set(options.stop_token_ids), loaded.decode)
+    sequence = Sequence(prompt, _without_cache(options), ends | set(options.stop_token_ids), loaded.decode)
     sequence.stats.cached_tokens = min(position, len(prompt))
     sequence.prefill_done = min(position, len(prompt))
     sequence.prefill_total = len(prompt) if options.resumes else len(tokens)
@@ -122,6 +123,13 @@ def _covered(caches: list[Any], options: GenerationOptions) -> int:
     if len(known) > 1:
         raise ResumeMismatch(f"the caches cover different numbers of tokens: {sorted(known)}")
     return int(known.pop())
+
+
+def _without_cache(options: GenerationOptions) -> GenerationOptions:
+    """The same options; a row lives long, and the saved caches may take gigabytes."""
+    kept = copy(options)
+    object.__setattr__(kept, "cache", None)
+    return kept
 
 
 def _check_cover(position: int, tokens: int, options: GenerationOptions, chunk: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -256,3 +258,19 @@ def test_a_checkpoint_that_contradicts_the_published_tokens_is_refused(llama: En
     other[4] = replace(other[4], token=(other[4].token + 1) % 100)
     with pytest.raises(ResumeMismatch, match="token 5"):
         resume_options(taken[10], GenerationOptions(**options), other[:8])
+
+
+def test_a_resumed_row_does_not_hold_the_saved_caches_beside_its_own(llama: Engine) -> None:
+    options: dict[str, Any] = STYLES["greedy"] | {"max_tokens": TOKENS}
+    sequence = llama.add(encode(llama), GenerationOptions(**options))
+    for _ in range(20):
+        llama.step()
+    checkpoint = llama.checkpoint(sequence)
+    llama.close(sequence)
+    assert checkpoint is not None
+    saved = weakref.ref(checkpoint.caches[0].arrays[0].data)
+    heir = llama.add(*resume_options(checkpoint, GenerationOptions(**options)))
+    del checkpoint
+    gc.collect()
+    assert saved() is None
+    llama.close(heir)
