@@ -32,7 +32,9 @@ def admit(loaded: LoadedModel, ids: Ids[int], options: GenerationOptions, chunk:
     caches, position = _caches(loaded, options)
     _check_cover(position, len(tokens), options, chunk)
     ends = frozenset() if options.ignore_eos else loaded.eos_token_ids
-    sequence = Sequence(prompt, _without_cache(options), ends | set(options.stop_token_ids), loaded.decode)
+    sequence = Sequence(
+        prompt, _without_cache(options), ends | set(options.stop_token_ids), loaded.decode
+    )
     sequence.stats.cached_tokens = min(position, len(prompt))
     sequence.prefill_done = min(position, len(prompt))
     sequence.prefill_total = len(prompt) if options.resumes else len(tokens)
