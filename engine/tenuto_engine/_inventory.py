@@ -211,7 +211,7 @@ def newest_valid(folder: Path, on_corrupt: OnCorrupt | None = None) -> Checkpoin
                 return stored.load()
             except CheckpointCorrupt as error:
                 # An attempt that is still alive may have removed it meanwhile.
-                if not error.path.exists():
+                if not stored.path.exists():
                     break
                 damages.append(error)
                 _report(error, on_corrupt)

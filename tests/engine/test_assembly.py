@@ -23,6 +23,7 @@ from tenuto_engine._chain import StoredCommit, commits
 from tenuto_engine._delta import Blob, Delta, Layout, Member
 from tenuto_engine._errors import CheckpointCorrupt
 from tenuto_engine._headers import Continued
+from tenuto_engine._inventory import newest_valid
 from tenuto_engine._log import Attempt, LogFile
 
 Change = Callable[[list[Forgery]], object]
@@ -365,6 +366,19 @@ def test_what_no_cache_holds_any_more_is_not_read(folder: Path) -> None:
     np.testing.assert_array_equal(cache.arrays[0].data, run_of(12).slice(0, 0, 6, 12))
     with pytest.raises(CheckpointCorrupt):
         assemble(first)
+
+
+def test_a_commit_whose_state_file_is_gone_is_passed_over_for_an_older_log(folder: Path) -> None:
+    older = SampleLog(folder, Attempt(1, "a"))
+    older.commit(run_of(5))
+    newer = SampleLog(folder, Attempt(2, "b"))
+    for stop in (7, 8):
+        newer.commit(run_of(stop))
+    for number in range(2):
+        (folder / newer.attempt.state(number)).unlink()
+    found = newest_valid(folder)
+    assert found is not None
+    assert [image(found)] == expect(older)
 
 
 # -- records that do not fit together, with all digests right ---------------------------

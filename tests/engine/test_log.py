@@ -331,6 +331,14 @@ def test_a_record_that_does_not_belong_into_a_log_ends_it(small: SampleLog) -> N
         LogFile.scan(small.path)
 
 
+def test_a_record_with_another_number_ends_the_log(small: SampleLog) -> None:
+    for seq in (0, 2, 4):
+        records = take_apart(small.path.read_bytes())
+        records[3].header["seq"] = seq
+        small.path.write_bytes(put_together(records))
+        assert stops(LogFile.scan(small.path)) == [2, 4]
+
+
 # -- writing ---------------------------------------------------------------------------
 
 

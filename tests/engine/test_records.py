@@ -248,6 +248,11 @@ def test_a_lying_blob_is_refused_before_anything_is_allocated(path: Path, blob: 
     assert_refused(path, forge(header_with([blob]), bytes(16)))
 
 
+def test_an_empty_blob_of_absurd_lengths_is_refused(path: Path) -> None:
+    for shape in ([0, 2**63], [2**40, 0, 2**40], [2**48 + 1, 0]):
+        assert_refused(path, forge(header_with([["uint8", shape, digest(b""), []]])))
+
+
 @pytest.mark.parametrize(
     "header",
     [
