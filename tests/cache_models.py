@@ -15,7 +15,8 @@ from mlx.utils import tree_map
 from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models import cache as cache_module
 
-from tiny_models import tiny_config
+from tenuto_engine._caches import settle_after_prefill
+from tiny_models import SLIDING_WINDOW, tiny_config
 
 # mlx-lm is not annotated.
 mlx_caches: Any = cache_module
@@ -180,3 +181,23 @@ _CONFIGS: Final[Mapping[CacheModel, Callable[[], dict[str, Any]]]] = {
         "deepseek_v32", index_head_dim=16, index_n_heads=2, index_topk=40
     ),
 }
+
+SMALL_CACHES: Final[Mapping[str, Callable[[], Any]]] = {
+    "KVCache": mlx_caches.KVCache,
+    "QuantizedKVCache": lambda: mlx_caches.QuantizedKVCache(32, 4),
+    "ConcatenateKVCache": mlx_caches.ConcatenateKVCache,
+    "RotatingKVCache": lambda: mlx_caches.RotatingKVCache(SLIDING_WINDOW, keep=3),
+    "ChunkedKVCache": lambda: mlx_caches.ChunkedKVCache(SLIDING_WINDOW),
+}
+
+
+def grown_cache(kind: str, lengths: list[int]) -> Any:
+    """A cache with random content after updates of those lengths."""
+    live = SMALL_CACHES[kind]()
+    for number, length in enumerate(lengths):
+        both = mx.random.normal((2, 1, 2, length, 64), key=mx.random.key(number))
+        if kind == "ChunkedKVCache":
+            live.maybe_trim_front()
+        live.update_and_fetch(both[0], both[1])
+    settle_after_prefill([live])
+    return live

@@ -1,8 +1,10 @@
-"""Saved and rebuilt caches go on as if nothing had happened, to the bit."""
+"""Saved and rebuilt caches go on as if nothing had happened, to the bit.
+
+The chains of takes and crashes, for every class and model, are in test_cache_chains.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from typing import Any, cast
@@ -10,60 +12,25 @@ from typing import Any, cast
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx.utils import tree_map
-from mlx_lm import utils as mlx_lm_utils
-from mlx_lm.models import cache as cache_module
 
+from cache_models import CacheModel, cache_model, fresh_caches, grown_cache, mlx_caches
+from tenuto_engine._cache_kinds import check_meta, held, stored_length
 from tenuto_engine._caches import (
     CacheState,
     HostArray,
-    _stack_bits,
     check_supported,
+    layouts,
     rebuild,
     settle_after_prefill,
     snapshot,
+    take,
 )
 from tenuto_engine._errors import CheckpointError, ResumeMismatch, UnsupportedCache
-from tiny_models import SLIDING_WINDOW, Kind, tiny_config
-
-# mlx-lm is not annotated.
-mlx_caches: Any = cache_module
-get_classes: Any = mlx_lm_utils._get_classes
+from tiny_models import SLIDING_WINDOW
 
 VOCABULARY = 97
 STEPS_AFTER = 55
 W = SLIDING_WINDOW
-
-MAMBA2 = {
-    "model_type": "mamba2",
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_heads": 4,
-    "head_dim": 16,
-    "state_size": 8,
-    "conv_kernel": 4,
-    "n_groups": 1,
-    "use_bias": False,
-    "use_conv_bias": True,
-    "tie_word_embeddings": True,
-    "time_step_limit": (0.0, float("inf")),
-    "time_step_rank": "auto",
-    "layer_norm_epsilon": 1e-5,
-}
-
-
-@cache
-def tiny(kind: str, dtype: str) -> Any:
-    config = MAMBA2 if kind == "mamba2" else tiny_config(cast(Kind, kind), VOCABULARY, 4096, 0)
-    model_class, args_class = get_classes(config)
-    mx.random.seed(7)
-    model = model_class(args_class.from_dict(config))
-    wanted = getattr(mx, dtype)
-    model.update(tree_map(lambda p: (p * 3).astype(wanted), model.parameters()))
-    mx.eval(model.parameters())
-    return model
 
 
 class Run:
@@ -78,7 +45,7 @@ class Run:
     def start(cls, model: Any, borders: list[int]) -> Run:
         """Prefill the prompt in the chunks between ``borders``; its last token is next."""
         prompt = [(13 * i) % VOCABULARY for i in range(borders[-1] + 1)]
-        caches = fresh(model)
+        caches = fresh_caches(model)
         for begin, end in pairwise([0, *borders]):
             model(mx.array([prompt[begin:end]]), cache=caches)
             settle_after_prefill(caches)
@@ -94,94 +61,67 @@ class Run:
         return bits
 
 
-def fresh(model: Any) -> list[Any]:
-    made: list[Any] = mlx_caches.make_prompt_cache(model)
-    return made
-
-
-def integers(caches: list[Any]) -> Iterator[tuple[Any, ...]]:
-    for each in caches:
-        if isinstance(each, mlx_caches.ArraysCache):
-            held = [None if e is None else (e.shape, e.dtype) for e in each.cache]
-            yield ("ArraysCache", held, each.left_padding, each.lengths)
-        else:
-            ring = (getattr(each, "_idx", None), getattr(each, "max_size", None))
-            yield (type(each).__name__, each.offset, each.keys.shape, each.keys.dtype, ring)
-
-
 KV = [([256], 0), ([1], 0), ([100], 154), ([100], 155), ([100], 156), ([128, 256, 300], 30)]
 RING = [
-    *(([5], steps) for steps in (0, W - 6, W - 5, W - 4, 2 * W, 100)),
-    *(([n], steps) for n in (W - 1, W, W + 1, 3 * W + 5) for steps in (0, 1, 2, W, W + 1)),
-    *(([32, 64, 70], steps) for steps in (0, 1, 17)),
+    *(([5], steps) for steps in (0, W - 6, W - 5, W - 4, 2 * W)),
+    *(([n], steps) for n in (W, W + 1, 3 * W + 5) for steps in (0, 1, W)),
+    ([32, 64, 70], 1),
 ]
-STATES = [([1], 0), ([2], 1), ([40], 0), ([32, 40], 9)]
-CASES = [
-    *(("llama", dtype, case) for dtype in ("float32", "bfloat16") for case in KV),
-    *(("gemma3_text", "float32", case) for case in RING),
-    *(("gemma3_text", "bfloat16", case) for case in RING[::4]),
-    *((kind, "float32", case) for kind in ("lfm2", "mamba2") for case in STATES),
-    *((kind, "bfloat16", STATES[3]) for kind in ("lfm2", "mamba2")),
+STATES = [([1], 0), ([32, 40], 9)]
+CASES: list[tuple[CacheModel, tuple[list[int], int]]] = [
+    *(("llama", case) for case in KV),
+    *(("gemma3_text", case) for case in RING),
+    *(("lfm2", case) for case in STATES),
+    *(("mamba2", case) for case in STATES),
 ]
 
 
 @cache
-def uninterrupted(kind: str, dtype: str, borders: tuple[int, ...]) -> list[bytes]:
-    longest = max(before for *_, (b, before) in CASES if tuple(b) == borders)
-    return Run.start(tiny(kind, dtype), list(borders)).steps(longest + STEPS_AFTER)
+def uninterrupted(kind: CacheModel, borders: tuple[int, ...]) -> list[bytes]:
+    longest = max(before for _, (b, before) in CASES if tuple(b) == borders)
+    return Run.start(cache_model(kind), list(borders)).steps(longest + STEPS_AFTER)
 
 
-@pytest.mark.parametrize(("kind", "dtype", "case"), CASES, ids=lambda value: str(value))
+@pytest.mark.parametrize(("kind", "case"), CASES, ids=lambda value: str(value))
 def test_a_rebuilt_cache_gives_the_logits_of_an_uninterrupted_run_to_the_bit(
-    kind: str, dtype: str, case: tuple[list[int], int]
+    kind: CacheModel, case: tuple[list[int], int]
 ) -> None:
     borders, before = case
-    model = tiny(kind, dtype)
-    reference = uninterrupted(kind, dtype, tuple(borders))
+    model = cache_model(kind)
+    reference = uninterrupted(kind, tuple(borders))
 
     run = Run.start(model, borders)
     run.steps(before)
     states = snapshot(run.caches)
-    resumed = Run(model, rebuild(states, lambda: fresh(model)), run.token)
+    resumed = Run(model, rebuild(states, lambda: fresh_caches(model)), run.token)
 
-    assert list(integers(resumed.caches)) == list(integers(run.caches))
+    assert layouts(resumed.caches) == layouts(run.caches)
     assert resumed.steps(STEPS_AFTER) == reference[before : before + STEPS_AFTER]
     # And the run that was read from is none the worse for it.
     assert run.steps(5) == reference[before : before + 5]
 
 
-def test_a_chain_of_snapshots_and_rebuilds_goes_on_to_the_bit() -> None:
-    model = tiny("gemma3_text", "float32")
-    reference = Run.start(model, [40]).steps(60)
-    run = Run.start(model, [40])
-    got = []
-    for _ in range(12):
-        got += run.steps(5)
-        run = Run(model, rebuild(snapshot(run.caches), lambda: fresh(model)), run.token)
-    assert got == reference
-
-
 def test_a_snapshot_at_a_border_of_a_prefill_is_resumed_to_the_bit() -> None:
-    model = tiny("gemma3_text", "float32")
+    model = cache_model("gemma3_text")
     prompt = [(5 * i) % VOCABULARY for i in range(96)]
 
     def prefill(caches: list[Any], begin: int, end: int) -> None:
         model(mx.array([prompt[begin:end]]), cache=caches)
         settle_after_prefill(caches)
 
-    straight, stopped = fresh(model), fresh(model)
+    straight, stopped = fresh_caches(model), fresh_caches(model)
     for begin, end in ((0, 32), (32, 64), (64, 96)):
         prefill(straight, begin, end)
     prefill(stopped, 0, 32)
     prefill(stopped, 32, 64)
-    resumed = rebuild(snapshot(stopped), lambda: fresh(model))
+    resumed = rebuild(snapshot(stopped), lambda: fresh_caches(model))
     prefill(resumed, 64, 96)
     assert Run(model, resumed, 1).steps(30) == Run(model, straight, 1).steps(30)
 
 
 @pytest.mark.parametrize("wrong", ["offset", "idx"])
 def test_one_wrong_integer_is_noticed_by_these_tests(wrong: str) -> None:
-    model = tiny("gemma3_text", "float32")
+    model = cache_model("gemma3_text")
     run = Run.start(model, [30])
     run.steps(40)
     states = [
@@ -190,41 +130,17 @@ def test_one_wrong_integer_is_noticed_by_these_tests(wrong: str) -> None:
         else s
         for s in snapshot(run.caches)
     ]
-    resumed = Run(model, rebuild(states, lambda: fresh(model)), run.token)
+    resumed = Run(model, rebuild(states, lambda: fresh_caches(model)), run.token)
     assert resumed.steps(5) != run.steps(5)
 
 
 def test_a_snapshot_does_not_change_when_decoding_goes_on() -> None:
-    model = tiny("gemma3_text", "bfloat16")
+    model = cache_model("gemma3_text", "bfloat16")
     run = Run.start(model, [30])
     states = snapshot(run.caches)
     kept = [array.data.tobytes() for state in states for array in state.arrays]
     run.steps(60)
     assert [array.data.tobytes() for state in states for array in state.arrays] == kept
-
-
-def test_a_snapshot_leaves_no_reference_that_makes_the_next_step_copy_the_cache() -> None:
-    live = mlx_caches.KVCache()
-    live.update_and_fetch(*(mx.ones((1, 8, 4096, 64)) for _ in range(2)))
-    live.update_and_fetch(*(mx.ones((1, 8, 1, 64)) for _ in range(2)))
-    mx.eval(live.keys, live.values)
-    snapshot([live])
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    live.update_and_fetch(*(mx.ones((1, 8, 1, 64)) for _ in range(2)))
-    mx.eval(live.keys, live.values)
-    assert mx.get_peak_memory() - before < live.keys.nbytes / 2
-
-
-def test_the_host_never_looks_into_a_live_buffer() -> None:
-    def address(array: mx.array) -> int:
-        mx.eval(array)
-        return int(np.array(array, copy=False).__array_interface__["data"][0])
-
-    live = [mx.ones((1, 2, 256, 4)), mx.zeros((1, 2, 256, 4))]
-    whole, part = live, [array[..., :100, :] for array in live]
-    for read in (whole, part, whole[:1], part[:1]):
-        assert address(_stack_bits(read)) not in {address(array) for array in live}
 
 
 def test_strided_buffers_are_saved_by_their_values_and_settled_in_place() -> None:
@@ -270,11 +186,21 @@ def test_padding_and_lengths_of_a_recurrent_cache_are_kept() -> None:
     assert (back.left_padding.tolist(), back.lengths.tolist()) == ([3], [9])
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "lfm2", "mamba2"])
-def test_empty_caches_are_saved_and_rebuilt_empty(kind: str) -> None:
-    model = tiny(kind, "float32")
-    back = rebuild(snapshot(fresh(model)), lambda: fresh(model))
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "lfm2", "llama4", "falcon_h1"])
+def test_empty_caches_are_saved_and_rebuilt_empty(kind: CacheModel) -> None:
+    model = cache_model(kind)
+    back = rebuild(snapshot(fresh_caches(model)), lambda: fresh_caches(model))
     assert all(each.empty() for each in back)
+
+
+def test_a_view_that_a_chunked_cache_keeps_is_laid_out_anew_even_in_a_list() -> None:
+    live = mlx_caches.ChunkedKVCache(8)
+    live.update_and_fetch(mx.ones((1, 2, 20, 4)), mx.ones((1, 2, 20, 4)))
+    live.maybe_trim_front()
+    settle_after_prefill([mlx_caches.CacheList(live)])
+    assert np.array(live.keys, copy=False).flags.c_contiguous
+    [back] = rebuild(snapshot([live]), lambda: [mlx_caches.ChunkedKVCache(8)])
+    assert (back.start_position, back.offset, back.keys.shape) == (12, 20, (1, 2, 8, 4))
 
 
 def test_a_cache_trimmed_to_nothing_is_saved() -> None:
@@ -303,6 +229,21 @@ def test_a_subclass_is_refused_since_it_may_keep_more() -> None:
     extended = type("Extended", (mlx_caches.KVCache,), {})
     with pytest.raises(UnsupportedCache, match="Extended"):
         snapshot([extended()])
+
+
+def test_an_unknown_class_inside_a_list_is_refused_by_its_name() -> None:
+    nested = mlx_caches.CacheList(mlx_caches.KVCache(), mlx_caches.BatchKVCache([0]))
+    with pytest.raises(UnsupportedCache, match=r"layer 1 .* BatchKVCache"):
+        check_supported([mlx_caches.KVCache(), nested])
+    with pytest.raises(UnsupportedCache, match="BatchKVCache"):
+        take([nested], 0, 1, state=True)
+
+
+def test_a_trimmed_cache_of_a_class_that_cannot_trim_is_not_saved() -> None:
+    live = grown_cache("ConcatenateKVCache", [9])
+    live.trim(2)
+    with pytest.raises(CheckpointError, match="ConcatenateKVCache"):
+        snapshot([live])
 
 
 def ring_state() -> CacheState:
@@ -356,3 +297,94 @@ def test_a_plain_cache_whose_offset_is_not_its_length_is_refused() -> None:
     for meta in ({"offset": 2, "capacity": 256}, {"offset": 3, "capacity": 2}):
         with pytest.raises(CheckpointError):
             rebuild([CacheState("KVCache", meta, state.arrays)], lambda: [mlx_caches.KVCache()])
+
+
+def test_a_quantized_state_takes_the_place_of_a_plain_cache_only() -> None:
+    states = snapshot([grown_cache("QuantizedKVCache", [9])])
+    [back] = rebuild(states, lambda: [mlx_caches.KVCache()])
+    assert (type(back), back.group_size, back.bits) == (mlx_caches.QuantizedKVCache, 32, 4)
+    for other in (mlx_caches.RotatingKVCache(8), mlx_caches.QuantizedKVCache(32, 8)):
+        with pytest.raises(ResumeMismatch):
+            rebuild(states, lambda made=other: [made])  # type: ignore[misc]
+    with pytest.raises(ResumeMismatch):
+        rebuild(
+            snapshot([grown_cache("KVCache", [9])]), lambda: [mlx_caches.QuantizedKVCache(32, 4)]
+        )
+
+
+def test_lists_of_another_shape_are_refused_and_described() -> None:
+    [state] = snapshot([mlx_caches.CacheList(mlx_caches.ArraysCache(1), mlx_caches.KVCache())])
+    made = [
+        [mlx_caches.CacheList(mlx_caches.ArraysCache(1))],
+        [mlx_caches.CacheList(mlx_caches.KVCache(), mlx_caches.ArraysCache(1))],
+        [mlx_caches.ArraysCache(1), mlx_caches.KVCache()],
+    ]
+    for other in made:
+        with pytest.raises(ResumeMismatch, match=r"1 CacheList\(ArraysCache, KVCache\)"):
+            rebuild([state], lambda other=other: other)  # type: ignore[misc]
+
+
+def test_scales_that_do_not_match_their_values_are_refused() -> None:
+    [state] = snapshot([grown_cache("QuantizedKVCache", [9])])
+    for meta in ({"bits": 8}, {"group_size": 64}):
+        wrong = CacheState(state.kind, {**state.meta, **meta}, state.arrays)
+        with pytest.raises(CheckpointError, match="do not match"):
+            rebuild([wrong], lambda: [mlx_caches.KVCache()])
+
+
+def test_an_array_whose_bits_are_not_of_its_dtype_is_refused() -> None:
+    wrong = HostArray("state.0", "bfloat16", np.zeros(3, np.float32))
+    for array in (wrong, HostArray("state.0", "float128", np.zeros(3))):
+        with pytest.raises(CheckpointError, match="dtype"):
+            rebuild(
+                [CacheState("ArraysCache", {"entries": 1}, (array,))],
+                lambda: [mlx_caches.ArraysCache(1)],
+            )
+
+
+RING_META = {"keep": 2, "max_size": 8, "offset": 20, "idx": 4, "capacity": 8}
+BAD_METAS: list[tuple[str, dict[str, Any]]] = [
+    ("NoSuchCache", {}),
+    ("KVCache", {}),
+    ("KVCache", {"offset": 3}),
+    ("KVCache", {"offset": 3, "capacity": 4, "more": 1}),
+    ("KVCache", {"offset": -1, "capacity": 4}),
+    ("KVCache", {"offset": True, "capacity": 4}),
+    ("KVCache", {"offset": 3.0, "capacity": 4}),
+    ("KVCache", {"offset": 3, "capacity": 2}),
+    ("KVCache", {"offset": 3, "capacity": 2**31 - 1}),
+    ("KVCache", {"offset": 2**40, "capacity": 2**40}),
+    ("ConcatenateKVCache", {"offset": 3, "capacity": 4}),
+    ("QuantizedKVCache", {"offset": 1, "capacity": 4, "group_size": 0, "bits": 4}),
+    ("QuantizedKVCache", {"offset": 1, "capacity": 4, "group_size": 64, "bits": 7}),
+    ("ChunkedKVCache", {"offset": 1, "capacity": 4, "chunk_size": 8, "start_position": 2}),
+    ("ChunkedKVCache", {"offset": 9, "capacity": 4, "chunk_size": 8, "start_position": 2}),
+    ("ArraysCache", {"entries": 2**30}),
+    ("CacheList", {"entries": 1}),
+    ("RotatingKVCache", RING_META | {"idx": 9}),
+    ("RotatingKVCache", RING_META | {"idx": 1}),
+    ("RotatingKVCache", RING_META | {"keep": 8}),
+    ("RotatingKVCache", RING_META | {"capacity": 9}),
+    ("RotatingKVCache", RING_META | {"capacity": 2**30, "idx": 2**30}),
+    ("RotatingKVCache", RING_META | {"offset": 7}),
+    ("RotatingKVCache", RING_META | {"offset": 4, "capacity": 2**30, "max_size": 2**30}),
+]
+
+
+@pytest.mark.parametrize(("kind", "meta"), BAD_METAS, ids=str)
+def test_integers_that_no_cache_can_have_are_refused(kind: str, meta: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=kind):
+        check_meta(kind, meta)
+
+
+@pytest.mark.parametrize("offset", [0, 3, 4])
+def test_what_is_allocated_is_bounded_by_what_is_held(offset: int) -> None:
+    meta = {"keep": 0, "max_size": 2**30, "offset": offset, "idx": offset, "capacity": 2**16}
+    check_meta("RotatingKVCache", meta)
+    total = sum(run.length for run in held("RotatingKVCache", meta))
+    assert stored_length("RotatingKVCache", meta) <= total + 2**16
+
+
+def test_a_state_with_a_kind_that_is_not_in_the_table_builds_nothing() -> None:
+    with pytest.raises(CheckpointError, match="system"):
+        rebuild([CacheState("os.system", {}, ())], lambda: [mlx_caches.KVCache()])
