@@ -131,26 +131,37 @@ def _before(log: LogFile, continues: Continued, find: Find) -> _Segment:
         theirs.seed,
         theirs.prompt_tokens,
     )
-    if not same or ours.prompt[: len(theirs.prompt)] != theirs.prompt:
+    if not same or not _same_prompt(log, found):
         raise CheckpointCorrupt(log.path, f"it continues {continues.file}, of another run")
     return _Segment(found, used)
 
 
 def _spans_until(log: LogFile, continues: Continued) -> int | None:
-    for count, entry in enumerate(log.spans, 1):
-        if entry.record.end == continues.offset:
-            return count if _matches(entry, continues) else None
-    return None
+    at = bisect_left(log.spans, continues.offset, key=_end)
+    found = at < len(log.spans) and _matches(log.spans[at], continues)
+    return at + 1 if found else None
 
 
 def _matches(entry: SpanEntry, continues: Continued) -> bool:
     span = entry.span
-    theirs = (entry.record.digest, span.generation, span.stop)
-    return span.commit is not None and theirs == continues[2:]
+    theirs = (entry.record.end, entry.record.digest, span.generation, span.stop)
+    return span.commit is not None and theirs == continues[1:]
+
+
+def _same_prompt(ours: LogFile, theirs: LogFile) -> bool:
+    """An earlier log may know less of it."""
+    known, known_to_them = ours.begin.prompt, theirs.begin.prompt
+    if len(known) == len(known_to_them):
+        return ours.prompt_digest == theirs.prompt_digest
+    return known[: len(known_to_them)] == known_to_them
 
 
 def _offset(entry: SpanEntry) -> int:
     return entry.record.offset
+
+
+def _end(entry: SpanEntry) -> int:
+    return entry.record.end
 
 
 @dataclass(frozen=True, slots=True, eq=False)

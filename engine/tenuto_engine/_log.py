@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple, Self
 
+import numpy as np
+
 from tenuto_engine._cache_tree import HostArray
 from tenuto_engine._errors import CheckpointCorrupt
 from tenuto_engine._headers import STATE_FILES, Begin, Content, End, Span, State
@@ -23,6 +25,7 @@ from tenuto_engine._records import (
     Record,
     Torn,
     check_head,
+    digest,
     read_blob,
     read_record,
 )
@@ -102,6 +105,7 @@ class LogFile:
     Attributes:
         path: the file.
         begin: what the attempt started from.
+        prompt_digest: of the prompt in it, so that a long chain is quickly compared.
         first: the record of it.
         spans: the records after it.
         end_of_valid: byte after the last of them.
@@ -112,6 +116,7 @@ class LogFile:
 
     path: Path
     begin: Begin
+    prompt_digest: bytes
     first: Record
     spans: tuple[SpanEntry, ...]
     end_of_valid: int
@@ -159,7 +164,8 @@ def _scan(reader: Reader) -> LogFile:
             break
         spans.append(SpanEntry(entry.record, span, generated))
         before = entry.record
-    return LogFile(reader.path, begin, first, tuple(spans), before.end, reader.size, tail)
+    prompt = digest(np.array(begin.prompt, np.uint32).tobytes())
+    return LogFile(reader.path, begin, prompt, first, tuple(spans), before.end, reader.size, tail)
 
 
 def _read_begin(reader: Reader, parser: HeaderParser) -> tuple[Record, Begin]:

@@ -244,6 +244,7 @@ def test_a_lying_begin_is_refused(small: SampleLog, change: Change) -> None:
         lambda h: h.update(stop=2**63),
         lambda h: h.update(first=0),
         lambda h: h.update(first=2),
+        lambda h: (h.update(first=2), h["tokens"].pop(0)),
         lambda h: h.update(tokens=None),
         lambda h: h["tokens"][0].pop(),
         lambda h: h["tokens"][0].append(1),
