@@ -181,6 +181,11 @@ def _saved_leaf(saved: CacheState) -> Leaf:
     return Leaf(saved.kind, saved.meta, buffers, state)
 
 
+def leaf_signature(leaf: Leaf) -> tuple[object, ...]:
+    """Class and settings."""
+    return (leaf.kind, *(leaf.meta[name] for name in entry(leaf.kind).settings))
+
+
 def describe(caches: Sequence[Any]) -> str:
     """Their classes, for a message: as ``3 KVCache, 1 CacheList(ArraysCache, KVCache)``."""
     kinds = [_class(cache) for cache in caches]

@@ -41,6 +41,7 @@ from tenuto_engine._cache_tree import (
     layout_of,
     leaf_caches,
     leaf_of,
+    leaf_signature,
     leaves,
     parts,
     signature_of,
@@ -114,13 +115,17 @@ def take(
         state: whether the state arrays are taken too.
     """
     read = list(leaves(caches))
-    groups: dict[tuple[str, tuple[int, ...]], list[tuple[Member, Data]]] = defaultdict(list)
+    groups: dict[tuple[str, object, object], list[tuple[Member, Data]]] = defaultdict(list)
     for number, leaf in enumerate(read):
+        # Leaves that forget alike stay together, so that a reader can pass over what a ring
+        # holds no more.
+        alike = leaf_signature(leaf)
         for member, part in _slices(number, leaf, start, stop):
-            groups[leaf.buffers[member.array].dtype, tuple(part.shape)].append((member, part))
+            dtype = leaf.buffers[member.array].dtype
+            groups[dtype, tuple(part.shape), alike].append((member, part))
     blobs = tuple(
         Blob(dtype, tuple(member for member, _ in parts), _stack_bits([part for _, part in parts]))
-        for (dtype, _), parts in groups.items()
+        for (dtype, *_), parts in groups.items()
     )
     return blobs, _take_state(read) if state else ()
 
