@@ -29,6 +29,7 @@ class StepWorker:
 
     Args:
         name: who it is; another name is another worker.
+        reach: id of the data dir.
         settings: of `WorkerSettings`, over the defaults of these tests.
     """
 
@@ -40,6 +41,7 @@ class StepWorker:
         data_dir: Path,
         *,
         name: str = "host-dir-0",
+        reach: str = "dir",
         **settings: Any,
     ) -> None:
         data_dir.mkdir(parents=True, exist_ok=True)
@@ -51,7 +53,7 @@ class StepWorker:
             namespace=namespace,
             **values,
         )
-        identity = Identity(name, "dir", os.dup(0))
+        identity = Identity(name, reach, os.dup(0))
         outage = Outage()
         self.rooms = Rooms(self.settings, identity, outage, Patience(outage))
         os.close(identity.lock)

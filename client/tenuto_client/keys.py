@@ -24,6 +24,7 @@ _TEMPLATES: dict[str, tuple[str, ...]] = {
     "job": ("job:", "id"),
     "stream": ("stream:", "id"),
     "lease": ("lease:", "id"),
+    "half": ("half:", "id", ":", "built"),
     "queue": ("queue:", "model"),
     "lane": ("queue:", "model", ":", "lane"),
     "tickets": ("tickets:", "model"),
@@ -66,6 +67,10 @@ class Keys:
     def lease(self, job_id: str) -> str:
         """String with a time to live: holder, epoch and nonce of the running attempt."""
         return self._make("lease", job_id)
+
+    def half(self, job_id: str, built: str) -> str:
+        """Stream of a job that is being put back, until it is whole."""
+        return self._make("half", job_id, built)
 
     def queue(self, model: str) -> str:
         """Sorted set of lanes (`<priority>:<tenant>`), in the order in which they are served."""
@@ -118,7 +123,8 @@ class Keys:
         return self._make("heirs")
 
     def collectable(self) -> str:
-        """Set: those of `heirs` whose jobs were all put back; what is not here of them is gone."""
+        """Set: `<id>@<data dir>` of those of `heirs` whose jobs in that data dir were all put back;
+        what is not here of them is gone."""
         return self._make("collectable")
 
     def wake(self) -> str:

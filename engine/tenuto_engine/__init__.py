@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from tenuto_engine._errors import UnsupportedCache as UnsupportedCache
     from tenuto_engine._generation import Generation as Generation
     from tenuto_engine._geometry import Geometry as Geometry
+    from tenuto_engine._inventory import StoredAttempt as StoredAttempt
     from tenuto_engine._inventory import StoredCheckpoint as StoredCheckpoint
     from tenuto_engine._inventory import StoredEnd as StoredEnd
     from tenuto_engine._inventory import StoredJob as StoredJob
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from tenuto_engine._inventory import job_ids as job_ids
     from tenuto_engine._inventory import list_jobs as list_jobs
     from tenuto_engine._inventory import read_job as read_job
+    from tenuto_engine._inventory import stored_attempts as stored_attempts
     from tenuto_engine._live import LiveCheckpoint as LiveCheckpoint
     from tenuto_engine._options import GenerationOptions as GenerationOptions
     from tenuto_engine._options import PendingLogprobs as PendingLogprobs
@@ -85,6 +87,7 @@ _HOMES = {
     "_generation": ["Generation"],
     "_geometry": ["Geometry"],
     "_inventory": [
+        "StoredAttempt",
         "StoredCheckpoint",
         "StoredEnd",
         "StoredJob",
@@ -92,6 +95,7 @@ _HOMES = {
         "job_ids",
         "list_jobs",
         "read_job",
+        "stored_attempts",
     ],
     "_live": ["LiveCheckpoint"],
     "_options": ["GenerationOptions", "PendingLogprobs"],

@@ -49,29 +49,66 @@ def say(jobs: JobQueue, redis_url: str, tmp_path: Path, capsys: pytest.CaptureFi
     return run
 
 
-def test_list_shows_what_each_checkpoint_holds(stopped: tuple[str, Path], say: Say) -> None:
-    code, lines = say("list")
+def _log_of(stopped: tuple[str, Path]) -> Path:
+    job, data_dir = stopped
+    (log,) = (data_dir / "checkpoints" / job).glob("*.log")
+    return log
+
+
+def test_list_folds_what_a_job_has_into_a_line(stopped: tuple[str, Path], say: Say) -> None:
+    code, (line,) = say("list")
 
     assert code == 0
-    assert len(lines) == 2
-    assert {line["job"] for line in lines} == {stopped[0]}
-    assert all(line["bytes"] > 0 and line["tokens"] > 0 for line in lines)
+    assert line["job"] == stopped[0]
+    assert (line["epochs"], line["logs"], line["end"]) == ([1], 1, "cancelled")
+    assert line["checkpoints"] >= 3
+    assert line["tokens"] == 17
+    files = (stopped[1] / "checkpoints" / stopped[0]).iterdir()
+    assert line["bytes"] == sum(file.stat().st_size for file in files)
+    assert line["damage"] is None
     assert say("list", "another-job") == (0, [])
+
+
+def test_list_shows_a_job_that_has_only_begun(
+    jobs: JobQueue, redis_url: str, tiny_model: Path, tmp_path: Path, say: Say
+) -> None:
+    job = jobs.submit()
+    with StepWorker(redis_url, jobs.keys.namespace, tiny_model, tmp_path) as worker:
+        worker.claim()
+        (line,) = say("list")[1]
+
+    assert (line["job"], line["tokens"], line["checkpoints"]) == (job, 0, 0)
+    assert line["prompt_tokens"] > 0
 
 
 def test_verify_names_the_damaged_file_and_exits_with_1(
     stopped: tuple[str, Path], say: Say
 ) -> None:
-    job, data_dir = stopped
     assert say("verify")[0] == 0
-    newest = max((data_dir / "checkpoints" / job).glob("*.ckpt"))
-    data = bytearray(newest.read_bytes())
+    log = _log_of(stopped)
+    data = bytearray(log.read_bytes())
     data[-1] ^= 4
-    newest.write_bytes(data)
+    log.write_bytes(data)
     code, lines = say("verify")
 
     assert code == 1
-    assert [line["file"] for line in lines if not line["ok"]] == [newest.name]
+    (bad,) = [line for line in lines if not line["ok"]]
+    assert bad["file"] == log.name
+    assert "at byte" in bad["reason"]
+
+
+def test_a_write_that_was_cut_short_is_told_and_is_no_damage(
+    stopped: tuple[str, Path], say: Say, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = _log_of(stopped)
+    log.write_bytes(log.read_bytes()[:-1])
+    code, lines = say("verify")
+
+    assert code == 0
+    (line,) = [line for line in lines if line["file"] == log.name]
+    assert "ends in a write that was cut short" in line["note"]
+    assert main(["checkpoints", "verify", "--data-dir", str(stopped[1])]) == 0
+    assert f"{log.name}  ok, it ends in a write" in capsys.readouterr().out
 
 
 def test_gc_removes_only_what_is_gone_and_a_dry_run_nothing(
@@ -90,12 +127,12 @@ def test_an_object_a_line_is_as_compact_as_those_of_other_commands(
     stopped: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["checkpoints", "list", "--json", "--data-dir", str(tmp_path)]) == 0
-    assert capsys.readouterr().out.startswith('{"type":"checkpoint","job":"')
+    assert capsys.readouterr().out.startswith('{"type":"checkpoints","job":"')
 
 
 def test_without_an_action_the_actions_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoints"]) == 2
-    assert "list, verify or gc" in capsys.readouterr().err
+    assert "list, verify, gc or recover" in capsys.readouterr().err
 
 
 def test_gc_says_that_there_is_nothing_to_do(
@@ -133,10 +170,9 @@ def test_doctor_names_the_device_and_counts_checkpoints(stopped: tuple[str, Path
 
 
 def test_doctor_counts_files_that_are_plainly_damaged(stopped: tuple[str, Path]) -> None:
-    job, data_dir = stopped
-    newest = max((data_dir / "checkpoints" / job).glob("*.ckpt"))
-    newest.write_bytes(newest.read_bytes()[:10])
-    found = _found(data_dir)["checkpoints"]
+    log = _log_of(stopped)
+    log.write_bytes(log.read_bytes()[:10])
+    found = _found(stopped[1])["checkpoints"]
 
     assert found.level is Level.WARNING
     assert found.says.endswith("damaged: 1")

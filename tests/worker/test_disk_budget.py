@@ -76,6 +76,7 @@ def test_the_least_worth_goes_first_and_of_equals_the_oldest(
     left = {old, young, old_done, young_done, gone, running}
     for next_to_go in (gone, old_done, young_done, old, young):
         assert _there(worker) == left
+        worker.rooms.collector.budget.measure()
         worker.rooms.collector.make_room(1)
         left.remove(next_to_go)
     worker.rooms.collector.make_room(1)
@@ -98,6 +99,7 @@ def test_only_so_much_goes_as_is_missing(jobs: JobQueue, worker: StepWorker) -> 
 
 def test_what_can_still_be_resumed_goes_loudly(jobs: JobQueue, worker: StepWorker) -> None:
     job = _cancelled(jobs, worker, 0)
+    worker.rooms.collector.budget.measure()
     with structlog.testing.capture_logs() as logs:
         worker.rooms.collector.make_room(1)
 

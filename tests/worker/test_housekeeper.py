@@ -140,7 +140,7 @@ def _stopped_job(jobs: JobQueue, worker: StepWorker) -> tuple[str, Path]:
     worker.settle()
     worker.save()
     folder = worker.settings.checkpoints_dir / job
-    assert list(folder.glob("*.ckpt"))
+    assert list(folder.glob("*.log"))
     return job, folder
 
 
@@ -157,13 +157,19 @@ def test_gc_keeps_what_can_be_resumed_and_removes_what_is_gone(
     assert not gone_folder.exists()
 
 
-def test_gc_removes_what_a_crash_left_of_a_completed_job(
+def test_gc_keeps_the_result_of_a_completed_job_until_the_job_is_gone(
     jobs: JobQueue, worker: StepWorker
 ) -> None:
-    job, folder = _stopped_job(jobs, worker)
-    jobs.client.hset(jobs.keys.job(job), "state", "completed")
+    job = jobs.submit()
+    worker.claim()
+    worker.finish()
+    worker.save()
+    folder = worker.settings.checkpoints_dir / job
     worker.rooms.collector.collect()
+    assert [path.suffix for path in folder.iterdir()] == [".end"]
 
+    jobs.delete(job)
+    worker.rooms.collector.collect()
     assert not folder.exists()
 
 
@@ -190,9 +196,11 @@ def test_gc_takes_what_was_put_back_as_a_whole_for_its_own(
     earlier = jobs.client.getset(jobs.keys.namespace_id(), "fresh")
     jobs.client.sadd(jobs.keys.heirs(), earlier)  # type: ignore[arg-type]
     worker.rooms.collector.collect()
+    jobs.client.sadd(jobs.keys.collectable(), f"{earlier.decode()}@another")  # type: ignore[union-attr]
+    worker.rooms.collector.collect()
     assert folder.exists(), "perhaps this job is one of those that are still to be put back"
 
-    jobs.client.sadd(jobs.keys.collectable(), earlier)  # type: ignore[arg-type]
+    jobs.client.sadd(jobs.keys.collectable(), f"{earlier.decode()}@dir")  # type: ignore[union-attr]
     worker.rooms.collector.collect()
     assert not folder.exists()
 
@@ -211,11 +219,11 @@ def test_gc_never_touches_a_job_that_runs_here(jobs: JobQueue, worker: StepWorke
 def test_gc_leaves_alone_what_it_cannot_read(jobs: JobQueue, worker: StepWorker) -> None:
     job, folder = _stopped_job(jobs, worker)
     jobs.delete(job)
-    for path in folder.glob("*.ckpt"):
+    for path in folder.iterdir():
         path.write_bytes(b"not a checkpoint")
     worker.rooms.collector.collect()
 
-    assert list(folder.glob("*.ckpt"))
+    assert list(folder.glob("*.log"))
 
 
 def test_a_checkpoint_folder_that_cannot_be_listed_only_delays_gc(

@@ -38,7 +38,7 @@ class Threaded:
             values,
             Outage(),
             on_stop=lambda run: None,
-            on_completed=lambda run: self.completed.append(run.job_id),
+            on_ended=lambda run, state: self.completed.append(run.job_id),
         )
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tenuto_client import Token
 
+from ._meta import JobMeta, UnknownMeta
 from ._run import Run
 
 if TYPE_CHECKING:
-    from tenuto_engine import Checkpoint, CheckpointStore, Geometry, StoredCheckpoint
-
-META_VERSION = 1
+    from tenuto_engine import (
+        Checkpoint,
+        CheckpointCorrupt,
+        CheckpointStore,
+        DiskBudget,
+        Geometry,
+        StoredCheckpoint,
+    )
+    from tenuto_engine import Token as EngineToken
 
 
 class Checkpoints:
@@ -21,39 +28,46 @@ class Checkpoints:
 
     Args:
         root: holds one folder for each job.
+        budget: what all of them may take.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, budget: DiskBudget) -> None:
         self._root = root
+        self._budget = budget
 
-    def store(self, run: Run, geometry: Geometry) -> CheckpointStore:
+    def store(self, run: Run, geometry: Geometry, label: tuple[str, str | None]) -> CheckpointStore:
         """Where an attempt saves: files that bear its epoch and nonce, and nobody else's.
+
+        Args:
+            label: exactness of what the attempt will compute, and its reason.
 
         Raises:
             InvalidOption: the job's id cannot be a folder's name.
         """
         from tenuto_engine import CheckpointStore, job_folder
 
+        meta = JobMeta(
+            namespace=run.claim.namespace,
+            job=run.job_id,
+            epoch=run.fence.epoch,
+            model=run.model,
+            fingerprint=geometry.fingerprint,
+            geometry=geometry.to_dict(),
+            exactness=label[0],
+            exactness_reason=label[1],
+            fields=run.claim.record,
+        )
         return CheckpointStore(
             job_folder(self._root, run.job_id),
             epoch=run.fence.epoch,
             nonce=run.fence.nonce,
-            meta={
-                "v": META_VERSION,
-                "namespace": run.claim.namespace,
-                "job": run.job_id,
-                "epoch": run.fence.epoch,
-                "model": run.model,
-                "spec": run.claim.spec,
-                "fingerprint": geometry.fingerprint,
-                "geometry": geometry.to_dict(),
-            },
+            meta=meta.pack(),
+            budget=self._budget,
         )
 
     def choose(
         self,
         run: Run,
-        store: CheckpointStore,
         *,
         prompt: Sequence[int],
         published: Sequence[Token],
@@ -62,78 +76,84 @@ class Checkpoints:
     ) -> Checkpoint | None:
         """The newest checkpoint that this attempt may go on from, or None.
 
-        What is passed over is logged with the reason.
+        What is passed over is logged with the reason, once for all those of a file that share it.
         """
-        from tenuto_engine import CheckpointError
+        from tenuto_engine import (
+            CheckpointCorrupt,
+            CheckpointError,
+            CheckpointStore,
+            job_folder,
+        )
 
         try:
-            found = list(store.candidates())
+            found = CheckpointStore(job_folder(self._root, run.job_id)).candidates()
         except CheckpointError as error:
             run.log.warning("checkpoints not readable", error=str(error))
             return None
+        said = set()
+        damages: list[CheckpointCorrupt] = []
         for stored in found:
-            checkpoint, problem = self._try(
-                run, stored, prompt=prompt, published=published, seed=seed, geometry=geometry
+            # What can be told from headers comes first: reading a whole checkpoint takes time.
+            problem = (
+                stored.damage
+                or _problem_of_meta(run, stored, geometry)
+                or disagreement(stored, prompt, published, seed)
+                or _problem_of_base(stored, damages)
             )
-            if checkpoint is not None:
-                return checkpoint
-            run.log.warning("checkpoint passed over", file=stored.path.name, reason=problem)
+            if not problem:
+                try:
+                    return stored.load()
+                except CheckpointCorrupt as error:
+                    damages.append(error)
+                    problem = str(error)
+            if (stored.path, problem) not in said:
+                said.add((stored.path, problem))
+                run.log.warning("checkpoint passed over", file=stored.path.name, reason=problem)
         return None
 
-    def _try(
-        self,
-        run: Run,
-        stored: StoredCheckpoint,
-        *,
-        prompt: Sequence[int],
-        published: Sequence[Token],
-        seed: int,
-        geometry: Geometry,
-    ) -> tuple[Checkpoint | None, str]:
-        from tenuto_engine import CheckpointCorrupt
 
-        if stored.damage is not None:
-            return None, stored.damage
-        problem = self._problem_of_meta(run, stored.meta or {}, geometry)
-        if problem:
-            return None, problem
-        try:
-            checkpoint = stored.load()
-        except CheckpointCorrupt as error:
-            return None, error.reason
-        problem = disagreement(checkpoint, prompt, published, seed)
-        return (None, problem) if problem else (checkpoint, "")
+def engine_tokens(tokens: Sequence[Token]) -> list[EngineToken]:
+    """The same tokens as the engine has them."""
+    from tenuto_engine import Token as EngineToken
 
-    def _problem_of_meta(self, run: Run, meta: Any, geometry: Geometry) -> str:
-        if meta.get("v") != META_VERSION:
-            return f"written by version {meta.get('v')!r}"
-        claim = run.claim
-        if meta["namespace"] not in {claim.namespace, *claim.heirs}:
-            return "belongs to another data set in Redis"
-        if meta["fingerprint"] == geometry.fingerprint:
-            return ""
-        if run.exactness == "exact":
-            return "of another geometry"
-        try:
-            other = type(geometry).from_dict(meta["geometry"])
-        except (KeyError, TypeError):
-            return "its geometry was described by another version"
-        return "" if geometry.compatible_kv(other) else "its KV is of another model or scheme"
+    return [EngineToken(t.token, t.index, t.text, t.logprob, t.top_logprobs) for t in tokens]
+
+
+def _problem_of_base(stored: StoredCheckpoint, damages: Sequence[CheckpointCorrupt]) -> str:
+    return "it needs what is damaged" if any(map(stored.needs, damages)) else ""
+
+
+def _problem_of_meta(run: Run, stored: StoredCheckpoint, geometry: Geometry) -> str:
+    try:
+        meta = JobMeta.read(stored.meta or {})
+    except UnknownMeta as error:
+        return str(error)
+    claim = run.claim
+    if meta.namespace not in {claim.namespace, *claim.heirs}:
+        return "belongs to another data set in Redis"
+    if meta.fingerprint == geometry.fingerprint:
+        return ""
+    if run.exactness == "exact":
+        return "of another geometry"
+    try:
+        other = type(geometry).from_dict(meta.geometry)
+    except (KeyError, TypeError):
+        return "its geometry was described by another version"
+    return "" if geometry.compatible_kv(other) else "its KV is of another model or scheme"
 
 
 def disagreement(
-    checkpoint: Checkpoint, prompt: Sequence[int], published: Sequence[Token], seed: int
+    stored: StoredCheckpoint, prompt: Sequence[int], published: Sequence[Token], seed: int
 ) -> str:
     """Why a checkpoint cannot continue this stream; empty if it can."""
-    length = checkpoint.original_prompt_tokens
-    cached = checkpoint.cache_tokens[:length]
-    if length != len(prompt) or tuple(cached) != tuple(prompt[: len(cached)]):
+    own_prompt = stored.prompt
+    if stored.prompt_tokens != len(prompt) or own_prompt != tuple(prompt[: len(own_prompt)]):
         return "of another prompt"
-    if checkpoint.seed != seed:
+    if stored.seed != seed:
         return "of another seed"
-    own = [token.token for token in checkpoint.generated]
-    if checkpoint.pending_token is not None:
-        own.append(checkpoint.pending_token)
+    own = [token.token for token in stored.tokens()]
+    if stored.pending_token is not None:
+        own.append(stored.pending_token)
     for index, (ours, token) in enumerate(zip(own, published, strict=False), 1):
         if ours != token.token:
             return f"its token {index} is not the published one"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -22,8 +22,11 @@ from tenuto_engine import (
     CheckpointError,
     CheckpointStore,
     DiskBudget,
-    InvalidOption,
+    StoredAttempt,
+    StoredEnd,
     job_folder,
+    job_ids,
+    stored_attempts,
 )
 
 from ._errors import RedisAway
@@ -78,22 +81,28 @@ class Judge:
     """Says what folders are worth, by what Redis knows of their jobs.
 
     Args:
+        reach: id of the data dir that the folders are in.
         is_running: whether a job runs on this worker.
     """
 
     def __init__(
-        self, client: redis.Redis, keys: Keys, is_running: Callable[[str], bool] = lambda job: False
+        self,
+        client: redis.Redis,
+        keys: Keys,
+        reach: str,
+        is_running: Callable[[str], bool] = lambda job: False,
     ) -> None:
         self._client = client
         self._keys = keys
+        self._reach = reach
         self._is_running = is_running
 
     def worth(self, folder: Folder) -> Worth:
         """What it is good for.
 
-        Redis must be the one that the job belonged to, or one in which all its jobs were put
-        back: it must have the namespace id that stands in the newest checkpoint, as its own or as
-        `collectable`.
+        Redis must be the one that the job belonged to, or one in which all jobs of this data dir
+        were put back: it must have the namespace id that stands in the newest checkpoint, as its
+        own or as `collectable`.
         """
         meta = newest_meta(folder)
         if meta is None:
@@ -101,7 +110,7 @@ class Judge:
         # All in one step: another server may answer the next call.
         with self._client.pipeline(transaction=True) as pipe:
             pipe.get(self._keys.namespace_id())
-            pipe.sismember(self._keys.collectable(), str(meta.get("namespace")))
+            pipe.sismember(self._keys.collectable(), f"{meta.get('namespace')}@{self._reach}")
             pipe.hget(self._keys.job(folder.job_id), "state")
             namespace, is_collectable, state = pipe.execute()
         is_ours = namespace is not None and namespace.decode() == meta.get("namespace")
@@ -111,15 +120,13 @@ class Judge:
 
     def is_of_use(self, folder: Folder) -> bool:
         """Whether it has to stay though there is room."""
-        state: Any = self._client.hget(self._keys.job(folder.job_id), "state")
-        # Reading its files costs more than asking for its state.
-        if state in (b"queued", b"running") or self._is_running(folder.job_id):
+        # Reading its files costs more than asking whether Redis has the job.
+        if self._client.exists(self._keys.job(folder.job_id)) or self._is_running(folder.job_id):
             return True
-        if self.worth(folder) <= Worth.RESULT:
+        if self.worth(folder) is Worth.NOTHING:
             return False
         age = time.time() - folder.changed_at
-        is_unreadable = age > _UNREADABLE_S and newest_meta(folder) is None
-        return state is not None or not is_unreadable
+        return age < _UNREADABLE_S or newest_meta(folder) is not None
 
 
 class Collector:
@@ -175,6 +182,11 @@ class Collector:
                 self._again_at = time.monotonic() + _PAUSE_S
 
     def _remove(self, nbytes: int) -> int:
+        before = self.budget.used()
+        # What was pruned since the last round is not known yet.
+        nbytes -= before - self.budget.measure()
+        if nbytes <= 0:
+            return nbytes
         judged = [(self._judge.worth(folder), folder) for folder in folders(self._root)]
         judged.sort(key=lambda each: (each[0], each[1].changed_at))
         for worth, folder in judged:
@@ -214,7 +226,7 @@ def limit_of(limit: float | None, root: Path, used: int) -> int | None:
 
 
 def collect(root: Path, judge: Judge, *, dry_run: bool = False) -> list[str]:
-    """Remove the checkpoints of jobs that Redis says are completed or gone; returns their ids.
+    """Remove the checkpoints of jobs that Redis says are gone; returns their ids.
 
     Folders in which nothing is readable go a week after their last change.
     """
@@ -234,28 +246,21 @@ def folders(root: Path) -> Iterator[Folder]:
     Raises:
         CheckpointError: they cannot be listed.
     """
-    try:
-        names = sorted(entry.name for entry in root.iterdir() if entry.is_dir())
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise CheckpointError(f"{root}: cannot be listed: {error.strerror}") from error
-    for name in names:
-        try:
-            path = job_folder(root, name)
-        except InvalidOption:
-            continue
+    for name in job_ids(root):
+        path = job_folder(root, name)
         stats = list(_stats(path))
         changed_at = max([path.stat().st_mtime if path.exists() else 0.0, *(at for _, at in stats)])
         yield Folder(name, path, sum(nbytes for nbytes, _ in stats), changed_at)
 
 
-def newest_meta(folder: Folder) -> dict[str, Any] | None:
+def newest_meta(folder: Folder) -> Mapping[str, Any] | None:
     """What the newest file that can be read says of its job; None if there is none."""
-    store = CheckpointStore(folder.path)
-    metas = (stored.meta for stored in store.candidates())
-    found = next((meta for meta in metas if meta is not None), None)
-    return None if found is None else dict(found)
+    found: list[StoredAttempt | StoredEnd] = [
+        *stored_attempts(folder.path),
+        *CheckpointStore(folder.path).ends(),
+    ]
+    readable = [each for each in found if each.meta is not None]
+    return max(readable, key=lambda each: each.epoch).meta if readable else None
 
 
 def discard(root: Path, job_id: str) -> None:

@@ -6,28 +6,22 @@ has the collector remove checkpoints. Any number of workers may do it.
 
 from __future__ import annotations
 
-import queue
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import redis
 
 from tenuto_client import Keys
 
-from ._collector import Collector, discard
+from ._collector import Collector
 from ._errors import RedisAway
 from ._logging import get_log
 from ._redis import Outage, uptime
-from ._run import Run, Runs
 from ._scripts import JobScripts, reap_call
 from ._settings import WorkerSettings
 
-if TYPE_CHECKING:
-    from tenuto_engine import CheckpointWriter
-
-_WRITER_PATIENCE_S = 10.0
 _EXPIRE_S = 1.0
 
 
@@ -64,7 +58,6 @@ class Housekeeper:
 
     Args:
         collector: removes checkpoints.
-        writer: may still have a checkpoint of a completed job in hand.
         announce: writes what this worker is into Redis; called with each round of chores.
     """
 
@@ -73,24 +66,19 @@ class Housekeeper:
         scripts: JobScripts,
         client: redis.Redis,
         keys: Keys,
-        runs: Runs,
         settings: WorkerSettings,
         outage: Outage,
         *,
         collector: Collector,
-        writer: CheckpointWriter,
         announce: Callable[[], object],
     ) -> None:
         self._scripts = scripts
         self._client = client
         self._keys = keys
-        self._runs = runs
         self._settings = settings
         self._outage = outage
-        self._writer = writer
         self._announce = announce
         self._log = get_log()
-        self._completed: queue.SimpleQueue[Run] = queue.SimpleQueue()
         self._contact = Contact(settings.lease_seconds, max(3.0, settings.lease_seconds))
         self._due = {self.chores: 0.0, collector.collect: time.monotonic() + settings.gc_seconds}
         self._every = {self.chores: settings.chores_seconds, collector.collect: settings.gc_seconds}
@@ -99,7 +87,6 @@ class Housekeeper:
         """The body of the thread."""
         while True:
             self.round()
-            self.discard_completed()
             time.sleep(self._settings.reap_seconds)
 
     def round(self) -> None:
@@ -161,20 +148,6 @@ class Housekeeper:
                 break
         if count:
             self._log.info("jobs expired", count=count)
-
-    # -- checkpoints -------------------------------------------------------------------
-
-    def completed(self, run: Run) -> None:
-        """A job of this worker is completed: nobody needs its checkpoints any more."""
-        self._completed.put(run)
-
-    def discard_completed(self) -> None:
-        """Remove the checkpoints of the jobs that were completed here."""
-        while not self._completed.empty():
-            run = self._completed.get()
-            if run.store is not None:
-                self._writer.wait(run.store, _WRITER_PATIENCE_S)
-            discard(self._settings.checkpoints_dir, run.job_id)
 
 
 def _list(reply: Any) -> list[bytes]:

@@ -64,6 +64,18 @@ def take_identity(data_dir: Path) -> Identity:
     return Identity(f"{_host()}-{reach}-{number}", reach, lock)
 
 
+def reach_of(data_dir: Path) -> str:
+    """The id of a data dir that exists, which is drawn where it has none.
+
+    Raises:
+        ConfigError: it cannot be read or written.
+    """
+    try:
+        return _data_dir_id(data_dir)
+    except OSError as error:
+        raise ConfigError(f"data dir {data_dir}", error.strerror or str(error)) from error
+
+
 def _first_free(folder: Path) -> tuple[int, int]:
     for number in range(_MOST_WORKERS):
         descriptor = os.open(folder / f"{number}.lock", os.O_RDWR | os.O_CREAT, 0o600)

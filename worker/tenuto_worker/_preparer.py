@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
 import redis
@@ -23,7 +23,7 @@ from tenuto_client import (
     unpack_spec,
 )
 
-from ._checkpoints import Checkpoints
+from ._checkpoints import Checkpoints, engine_tokens
 from ._errors import BadJob, Interrupted
 from ._redis import Patience
 from ._run import Bound, End, EndKind, Phase, Run, Stop, end_of
@@ -32,17 +32,20 @@ from ._settings import WorkerSettings
 
 if TYPE_CHECKING:
     from tenuto_engine import (
+        Checkpoint,
         CheckpointStore,
         Engine,
         GenerationOptions,
         Geometry,
         LiveCheckpoint,
+        Origin,
     )
     from tenuto_engine import Token as EngineToken
 
 _PAGE = 1000
 # About how many tokens are prefilled in the time of one that is decoded.
 _DECODE_COST = 16
+PREFILLED: Final = "recovery=fast: published tokens were prefilled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,39 +181,24 @@ class Preparer:
         published: Sequence[Token],
         geometry: Geometry,
     ) -> Plan:
-        from tenuto_engine import ResumeMismatch, resume_options
-        from tenuto_engine import Token as EngineToken
-
-        store = run.store = self._checkpoints.store(run, geometry)
-        save = self._outlets.save
-        options = replace(options, on_decode_checkpoint=lambda taken: save(store, taken))
         assert spec.seed is not None, "submit draws one"
         checkpoint = self._checkpoints.choose(
-            run,
-            store,
-            prompt=prompt,
-            published=published,
-            seed=spec.seed,
-            geometry=geometry,
+            run, prompt=prompt, published=published, seed=spec.seed, geometry=geometry
         )
-        run.durable = 0
-        if checkpoint is not None:
-            pending = checkpoint.pending_token is not None
-            run.durable = checkpoint.generated_tokens + pending
-        known = [
-            EngineToken(t.token, t.index, t.text, t.logprob, t.top_logprobs) for t in published
-        ]
+        known = engine_tokens(published)
+        missing = len(known) - (checkpoint.generated_tokens if checkpoint else 0)
+        is_fast = spec.recovery == "fast" and missing * _DECODE_COST > len(prompt) + len(known)
+        label = ("recomputed", PREFILLED) if is_fast and run.exactness == "exact" else run.label
+        store = run.store = self._checkpoints.store(run, geometry, label)
+        save = self._outlets.save
+        options = replace(options, on_decode_checkpoint=lambda taken: save(store, taken))
         roads = [Road(prompt, replace(options, published_tokens=tuple(known)))]
         if checkpoint is not None:
-            try:
-                road = resume_options(checkpoint, options, known, prompt_tokens=prompt)
-            except ResumeMismatch as error:
-                run.log.warning("checkpoint not usable", error=str(error))
-            else:
-                roads.insert(0, Road(*road))
-        missing = len(known) - (checkpoint.generated_tokens if checkpoint else 0)
-        if spec.recovery == "fast" and missing * _DECODE_COST > len(prompt) + len(known):
+            roads = [*resume_road(run, checkpoint, options, known, prompt), *roads]
+        if is_fast:
             roads.insert(0, prefill_road(prompt, known, options))
+        run.durable = 0 if checkpoint is None else _covered(checkpoint)
+        self._begin(run, store, prompt, spec.seed, roads[0].options.cache_origin)
         run.log.info(
             "attempt prepared",
             prompt_tokens=len(prompt),
@@ -221,6 +209,18 @@ class Preparer:
             exactness=run.exactness,
         )
         return Plan(run, store, tuple(roads))
+
+    @staticmethod
+    def _begin(
+        run: Run, store: CheckpointStore, prompt: list[int], seed: int, origin: Origin | None
+    ) -> None:
+        """Have the job on disk before its first token, so that it can be put back from there."""
+        from tenuto_engine import CheckpointWriteError
+
+        try:
+            store.open(prompt, seed, origin)
+        except CheckpointWriteError as error:
+            run.log.warning("checkpoint not saved", error=str(error))
 
     def _read_stream(self, run: Run) -> list[Token]:
         tokens: list[Token] = []
@@ -311,6 +311,28 @@ def options_of(spec: JobSpec, settings: WorkerSettings) -> GenerationOptions:
     )
 
 
+def resume_road(
+    run: Run,
+    checkpoint: Checkpoint,
+    options: GenerationOptions,
+    published: Sequence[EngineToken],
+    prompt: list[int],
+) -> list[Road]:
+    """The way on from a checkpoint; none if the engine says that it does not lead there."""
+    from tenuto_engine import ResumeMismatch, resume_options
+
+    try:
+        return [Road(*resume_options(checkpoint, options, published, prompt_tokens=prompt))]
+    except ResumeMismatch as error:
+        run.log.warning("checkpoint not usable", error=str(error))
+        return []
+
+
+def _covered(checkpoint: Checkpoint) -> int:
+    """Generated tokens that a resume from it has without a forward pass."""
+    return checkpoint.generated_tokens + (checkpoint.pending_token is not None)
+
+
 def prefill_road(
     prompt: Sequence[int], published: Sequence[EngineToken], options: GenerationOptions
 ) -> Road:
@@ -319,7 +341,7 @@ def prefill_road(
         options, initial_generated_tokens=len(published), initial_tokens=tuple(published)
     )
     tokens = [*prompt, *(token.token for token in published)]
-    return Road(tokens, resumed, "recovery=fast: published tokens were prefilled")
+    return Road(tokens, resumed, PREFILLED)
 
 
 def check_length(prompt: int, max_tokens: int, context: int | None) -> None:

@@ -46,7 +46,7 @@ class Publisher:
 
     Args:
         on_stop: called with a run that learned from an answer that it is to stop.
-        on_completed: called with a run whose job is completed.
+        on_ended: called with a run whose job has ended here, and its state.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class Publisher:
         outage: Outage,
         *,
         on_stop: Callable[[Run], object],
-        on_completed: Callable[[Run], object],
+        on_ended: Callable[[Run, str], object],
     ) -> None:
         self._scripts = scripts
         self._runs = runs
         self._settings = settings
         self._outage = outage
         self._on_stop = on_stop
-        self._on_completed = on_completed
+        self._on_ended = on_ended
         self._changed = threading.Condition()
         self._woken = False
         self._backoff = Backoff()
@@ -224,8 +224,8 @@ class Publisher:
         if run.end.error:
             facts["error"] = run.end.error
         level("job ended", state=state, finish_reason=run.end.reason or None, **facts)
-        if answer == "ok" and run.end.kind is EndKind.COMPLETED:
-            self._on_completed(run)
+        if answer == "ok":
+            self._on_ended(run, state)
         self._runs.remove(run)
 
     def _take_released(self, run: Run, answer: str) -> None:
@@ -234,6 +234,8 @@ class Publisher:
             self._fence(run)
             return
         run.log.info("job handed back", reason=run.end.reason, state=answer, tokens=len(run.tokens))
+        if answer != "queued":
+            self._on_ended(run, answer)
         self._runs.remove(run)
 
     def _fence(self, run: Run) -> None:

@@ -14,7 +14,7 @@ from tenuto_client import Keys
 from tenuto_engine import CheckpointStore, CheckpointWriteError, CheckpointWriter, Durable
 
 from ._announcer import Announcer, Namespace
-from ._checkpoints import Checkpoints
+from ._checkpoints import Checkpoints, engine_tokens
 from ._claimer import Claimer, Served
 from ._collector import Collector, Judge
 from ._decoder import DecodeThread
@@ -26,7 +26,7 @@ from ._nudges import NudgeListener
 from ._preparer import Outlets, Preparer
 from ._publisher import Publisher
 from ._redis import Outage, Patience, connect
-from ._run import Run, Runs, Stop
+from ._run import EndKind, Run, Runs, Stop, end_words
 from ._scripts import JobScripts
 from ._settings import WorkerSettings
 from ._tickets import Tickets
@@ -64,7 +64,7 @@ class Rooms:
         self.collector = Collector(
             settings.checkpoints_dir,
             settings.disk_budget,
-            Judge(self._connect(), self._keys, self.runs.has),
+            Judge(self._connect(), self._keys, identity.reach, self.runs.has),
             outage,
         )
         self.lease = self._make_lease_keeper()
@@ -148,7 +148,7 @@ class Rooms:
             self._settings,
             self._outage,
             on_stop=lambda run: self.decoder.wake(),
-            on_completed=lambda run: self.housekeeper.completed(run),
+            on_ended=self._job_ended,
         )
 
     def _make_lease_keeper(self) -> LeaseKeeper:
@@ -169,11 +169,9 @@ class Rooms:
             JobScripts(client, self._keys),
             client,
             self._keys,
-            self.runs,
             self._settings,
             self._outage,
             collector=self.collector,
-            writer=self.writer,
             announce=self._announcer.announce,
         )
 
@@ -186,7 +184,7 @@ class Rooms:
             self._settings,
             self._patience,
             engines={name: host.engine for name, host in self.decoder.hosts.items()},
-            checkpoints=Checkpoints(self._settings.checkpoints_dir),
+            checkpoints=Checkpoints(self._settings.checkpoints_dir, self.collector.budget),
             reach=self._identity.reach,
             outlets=Outlets(self.decoder.start, self.publisher.end, self.writer.submit),
         )
@@ -216,12 +214,23 @@ class Rooms:
     def _checkpoint_saved(self, store: CheckpointStore, durable: Durable) -> None:
         run = self.runs.get(store.folder.name)
         if run is not None and run.store is store:
-            run.durable = max(run.durable, durable.tokens)
+            run.durable = durable.tokens
 
     def _checkpoint_failed(self, store: CheckpointStore, error: CheckpointWriteError) -> None:
-        # Of a job that is over, the folder may be gone already.
-        if run := self.runs.get(store.folder.name):
-            run.log.warning("checkpoint not saved", error=str(error))
+        run = self.runs.get(store.folder.name)
+        if run is not None and run.store is store:
+            # What was durable may be gone with its folder.
+            run.durable = min(run.durable, store.durable.tokens)
+        get_log(job=store.folder.name, epoch=store.epoch).warning(
+            "checkpoint not saved", error=str(error)
+        )
+
+    def _job_ended(self, run: Run, state: str) -> None:
+        """Have it written down beside the checkpoints. Nobody waits: Redis has the end."""
+        if run.store is not None:
+            keep = state != EndKind.COMPLETED
+            tokens = engine_tokens(run.tokens)
+            self.writer.finish(run.store, end_words(run, state), tokens, keep_caches=keep)
 
     def _patiently(self, call: Callable[[], Any]) -> Any:
         return self._patience(call, until=lambda: False, beat=lambda: None)

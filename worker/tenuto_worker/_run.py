@@ -85,6 +85,22 @@ def end_of(stop: Stop) -> End:
     return End(EndKind.FAILED, error="deadline: it passed while the job was running")
 
 
+def end_words(run: Run, state: str) -> dict[str, object]:
+    """What is written down beside the checkpoints about a job that has ended."""
+    end = run.end
+    assert end is not None, "it has ended"
+    is_handed_back = end.kind is EndKind.RELEASED
+    return {
+        "state": state,
+        "finish_reason": "" if is_handed_back else end.reason,
+        "text": end.text,
+        "error": end.error,
+        "exactness": run.exactness,
+        "exactness_reason": run.exactness_reason,
+        "finished_at": f"{time.time():.3f}",
+    }
+
+
 class Run:
     """One attempt of one job on this worker.
 

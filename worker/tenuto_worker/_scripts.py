@@ -10,7 +10,7 @@ calls of many jobs share one round trip (`JobScripts.run_all`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Generic, TypeVar, cast
@@ -31,6 +31,13 @@ _NAMES = (
     "take_back",
     "expire",
     "mend_tickets",
+    "recover",
+)
+
+# What a job's hash has from the start, or counts attempts: all that `recover` needs of it.
+_RECORDED = (
+    *("v", "id", "model", "tenant", "priority", "spec", "retention", "deadline", "body"),
+    *("created_at", "max_tokens", "metadata", "started_at", "attempts"),
 )
 
 T = TypeVar("T")
@@ -54,6 +61,7 @@ class Claim:
         durable: how many of its tokens the last durable checkpoint covered.
         namespace: id of the data set that the job belongs to.
         heirs: ids of the earlier ones whose checkpoints it may go on from.
+        record: fields of the job's hash that no attempt changes, or that count attempts.
     """
 
     fence: Fence
@@ -69,6 +77,7 @@ class Claim:
     durable: int
     namespace: str
     heirs: frozenset[str]
+    record: Mapping[str, bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,6 +363,10 @@ class JobScripts:
         """Remove ended jobs whose retention is over; returns their ids."""
         return self.run(Call("expire", (limit,), _ids))
 
+    def recover(self, *arguments: Argument) -> str:
+        """Put a job back; what `recover.lua` says. Returns `recovered`, or `there` if it is."""
+        return self.run(Call("recover", arguments, _word))
+
     def mend_tickets(self, model: str) -> int:
         """Give every queued job a ticket again; returns how many were missing."""
         return self.run(Call("mend_tickets", (model,), int))
@@ -412,4 +425,5 @@ def _claim(reply: list[Any]) -> Claim | list[Left]:
         durable=int(fields[b"durable"]),
         namespace=namespace.decode(),
         heirs=frozenset(heir.decode() for heir in heirs),
+        record={name: fields[name.encode()] for name in _RECORDED if name.encode() in fields},
     )

@@ -32,7 +32,7 @@ redis.call('HSET', key_job(id), 'v', 1, 'id', id, 'model', model, 'tenant', tena
 if deadline ~= '' then redis.call('HSET', key_job(id), 'deadline', deadline) end
 if idem ~= '' then
   redis.call('SET', idem, id .. '|' .. body)
-  redis.call('HSET', key_job(id), 'idem', idem)
+  redis.call('HSET', key_job(id), 'idem', idem, 'body', body)
 end
 redis.call('ZADD', key_jobs(), ms, id)
 emit(id, { type = 'state', state = 'queued', epoch = 1 })

@@ -5,28 +5,41 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tenuto_client import InvalidRequest, Keys, ServerUnavailable, Settings
+from tenuto_client import DataDirError, InvalidRequest, Keys, ServerUnavailable, Settings
+from tenuto_client._findings import count
 from tenuto_client._lines import dump
 
 if TYPE_CHECKING:
-    from tenuto_engine import StoredCheckpoint, StoredJob
+    import redis
 
-HELP = "list, verify or collect the checkpoints of the data dir"
+    from tenuto_engine import StoredJob
+    from tenuto_worker._recovery import Outcome
+
+HELP = "list, verify or collect the checkpoints of the data dir, or put jobs back from them"
 
 _DESCRIPTION = """\
 Checkpoints make catching up cheap after a crash; the published stream is what counts. So deleting
-them loses no token, only time.
+them loses no token, only time. If Redis has lost its jobs, they are all that is left of them.
 """
 _EPILOG = """\
 examples:
   tenuto checkpoints list
-  tenuto checkpoints verify            check every byte; exit code 1 if any file is damaged
-  tenuto checkpoints gc --dry-run      what would be removed: jobs that are completed or gone
+  tenuto checkpoints verify              check every byte; exit code 1 if any file is damaged
+  tenuto checkpoints gc --dry-run        what would be removed: jobs that are gone
+  tenuto checkpoints recover --dry-run   what would be put back: jobs that Redis does not have
+  tenuto checkpoints recover             put them back, with streams and results; exit code 1 if
+                                         any of them cannot be read
+
+A job that was deleted, or had expired, comes back with `recover` if its files are still there.
 """
+_ACTIONS = ("list", "verify", "gc", "recover")
+_RECOVER_TIMEOUT_S = 60.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -34,67 +47,174 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = _DESCRIPTION
     parser.epilog = _EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("action", nargs="?", choices=("list", "verify", "gc"))
-    parser.add_argument("job", nargs="?", help="of this job only (list and verify)")
-    parser.add_argument("--dry-run", action="store_true", help="gc: only say what would be removed")
+    parser.add_argument("action", nargs="?", choices=_ACTIONS)
+    parser.add_argument("job", nargs="?", help="of this job only (not gc)")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="gc, recover: only say what would be done"
+    )
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Returns the exit code."""
     if args.action is None:
-        raise InvalidRequest("action", "which one?", hint="list, verify or gc; --help tells more")
+        hint = "list, verify, gc or recover; --help tells more"
+        raise InvalidRequest("action", "which one?", hint=hint)
     from tenuto_engine import CheckpointError
 
-    action = {"list": _list, "verify": _verify, "gc": _gc}[args.action]
+    actions = {"list": _list, "verify": _verify, "gc": _gc, "recover": _recover}
     try:
-        return action(args, settings)
+        return actions[args.action](args, settings)
     except CheckpointError as error:
         print(f"tenuto checkpoints: {error}", file=sys.stderr)  # noqa: T201
         return 1
 
 
+# -- on disk alone ---------------------------------------------------------------------
+
+
 def _list(args: argparse.Namespace, settings: Settings) -> int:
-    for job in _jobs(args, settings):
-        for stored in job.checkpoints:
-            facts = _facts(job, stored)
+    from tenuto_engine import job_ids, read_job
+
+    root = _root(settings)
+    for job_id in job_ids(root):
+        if args.job in (None, job_id):
+            facts = _facts(read_job(root / job_id))
             _say(args, facts, _row(facts))
     return 0
 
 
 def _verify(args: argparse.Namespace, settings: Settings) -> int:
-    from tenuto_engine import verify
+    from tenuto_engine import job_ids, verify_job
 
     damaged = 0
-    for job in _jobs(args, settings):
-        for stored in job.checkpoints:
-            report = verify(stored.path)
+    root = _root(settings)
+    for job_id in job_ids(root):
+        if args.job not in (None, job_id):
+            continue
+        for report in verify_job(root / job_id):
             damaged += not report.ok
             facts = {
                 "type": "verified",
-                "job": job.job_id,
-                "file": stored.path.name,
+                "job": job_id,
+                "file": report.path.name,
                 "ok": report.ok,
                 "tokens": report.generated_tokens,
                 "reason": report.reason,
+                "note": report.note,
             }
-            state = "ok" if report.ok else f"DAMAGED: {report.reason}"
-            _say(args, facts, f"{job.job_id}  {stored.path.name}  {state}")
+            state = f"ok{f', {report.note}' if report.note else ''}"
+            _say(
+                args,
+                facts,
+                f"{job_id}  {report.path.name}  "
+                f"{state if report.ok else f'DAMAGED: {report.reason}'}",
+            )
     return 1 if damaged else 0
 
 
+def _facts(job: StoredJob) -> dict[str, Any]:
+    from tenuto_worker._remains import files_of
+
+    found = [each for each in job.checkpoints if each.damage is None]
+    newest = found[0] if found else None
+    end = next((each for each in job.ends if each.damage is None), None)
+    began = next((each for each in job.attempts if each.meta is not None), None)
+    files = files_of(job)
+    damages = {f"{each.path.name}: {each.damage}": None for each in files if each.damage}
+    return {
+        "type": "checkpoints",
+        "job": job.job_id,
+        "epochs": sorted({each.epoch for each in files}),
+        "logs": len(job.attempts),
+        "checkpoints": len(found),
+        "prompt_tokens": known.prompt_tokens if (known := newest or end or began) else 0,
+        "cached_tokens": newest.cache_length if newest else 0,
+        "tokens": max(newest.generated_tokens if newest else 0, len(end.tokens) if end else 0),
+        "bytes": job.nbytes,
+        "created_at": newest.created_at if newest else end.ended_at if end else None,
+        "end": end.end.get("state") if end else None,
+        "damage": "; ".join(damages) or None,
+    }
+
+
+def _row(facts: dict[str, Any]) -> str:
+    cells = [facts["job"], f"epoch {', '.join(map(str, facts['epochs'])) or '-'}"]
+    cells.append(f"{facts['tokens']} tokens")
+    cells.append(f"{facts['bytes'] / 2**20:.1f} MiB")
+    if facts["created_at"]:
+        cells.append(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts["created_at"])))
+    if facts["end"]:
+        cells.append(facts["end"])
+    if facts["damage"]:
+        cells.append(f"DAMAGED: {facts['damage']}")
+    return "  ".join(cells)
+
+
+# -- with Redis ------------------------------------------------------------------------
+
+
 def _gc(args: argparse.Namespace, settings: Settings) -> int:
+    from tenuto_worker._collector import Judge, collect
+
+    with _redis(settings) as client:
+        judge = Judge(client, Keys(settings.namespace), _reach(settings))
+        removed = collect(_root(settings), judge, dry_run=args.dry_run)
+    word = "would be removed" if args.dry_run else "removed"
+    for job in removed:
+        _say(args, {"type": "removed", "job": job, "dry_run": args.dry_run}, f"{job}  {word}")
+    if not removed and not args.json:
+        sys.stdout.write("nothing to remove\n")
+    return 0
+
+
+def _recover(args: argparse.Namespace, settings: Settings) -> int:
+    from tenuto_worker._recovery import Recovery
+
+    counts: Counter[str] = Counter()
+    with _redis(settings) as client:
+        recovery = Recovery(_root(settings), _reach(settings), client, Keys(settings.namespace))
+        for outcome in recovery.recover(args.job, dry_run=args.dry_run):
+            kind = "present" if outcome.was_there else "lost" if outcome.failed else "recovered"
+            counts[kind] += 1
+            _say(args, _outcome(outcome, kind, args), _outcome_row(outcome))
+    if not args.json:
+        word = "would be put back" if args.dry_run else "put back"
+        sys.stdout.write(f"{count(counts['recovered'], 'job')} {word}\n")
+    return 1 if counts["lost"] else 0
+
+
+def _outcome(outcome: Outcome, kind: str, args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "type": kind,
+        "job": outcome.job_id,
+        "state": outcome.state,
+        "tokens": outcome.tokens,
+        "reason": outcome.reason,
+        "dry_run": args.dry_run,
+    }
+
+
+def _outcome_row(outcome: Outcome) -> str:
+    if outcome.was_there:
+        return f"{outcome.job_id}  is there, left as it is"
+    if outcome.failed:
+        return f"{outcome.job_id}  NOT PUT BACK: {outcome.reason}"
+    note = f"  (DAMAGED: {outcome.reason})" if outcome.reason else ""
+    return f"{outcome.job_id}  {outcome.state}  {outcome.tokens} tokens{note}"
+
+
+@contextmanager
+def _redis(settings: Settings) -> Iterator[redis.Redis]:
     import redis
 
-    from tenuto_worker._collector import Judge, collect
     from tenuto_worker._errors import RedisUnavailable
     from tenuto_worker._redis import connect, reach
 
     url = _url(settings)
-    client = connect(url)
+    client = connect(url, timeout=_RECOVER_TIMEOUT_S)
     try:
         reach(client, url)
-        judge = Judge(client, Keys(settings.namespace))
-        removed = collect(_root(settings), judge, dry_run=args.dry_run)
+        yield client
     except RedisUnavailable as error:
         raise ServerUnavailable(str(error)) from error
     except redis.RedisError as error:
@@ -103,12 +223,6 @@ def _gc(args: argparse.Namespace, settings: Settings) -> int:
         ) from error
     finally:
         client.close()
-    word = "would be removed" if args.dry_run else "removed"
-    for job in removed:
-        _say(args, {"type": "removed", "job": job, "dry_run": args.dry_run}, f"{job}  {word}")
-    if not removed and not args.json:
-        sys.stdout.write("nothing to remove\n")
-    return 0
 
 
 def _url(settings: Settings) -> str:
@@ -123,33 +237,17 @@ def _root(settings: Settings) -> Path:
     return settings.data_dir / "checkpoints"
 
 
-def _jobs(args: argparse.Namespace, settings: Settings) -> Iterable[StoredJob]:
-    from tenuto_engine import list_jobs
+def _reach(settings: Settings) -> str:
+    """The data dir's id; "" where there is no data dir, and so nothing in it."""
+    from tenuto_worker._errors import ConfigError
+    from tenuto_worker._identity import reach_of
 
-    return [job for job in list_jobs(_root(settings)) if args.job in (None, job.job_id)]
-
-
-def _facts(job: StoredJob, stored: StoredCheckpoint) -> dict[str, Any]:
-    return {
-        "type": "checkpoint",
-        "job": job.job_id,
-        "file": stored.path.name,
-        "epoch": stored.epoch,
-        "prompt_tokens": stored.prompt_tokens,
-        "cached_tokens": stored.cache_length,
-        "tokens": stored.generated_tokens,
-        "bytes": stored.nbytes,
-        "created_at": stored.created_at,
-        "damage": stored.damage,
-    }
-
-
-def _row(facts: dict[str, Any]) -> str:
-    if facts["damage"]:
-        return f"{facts['job']}  {facts['file']}  DAMAGED: {facts['damage']}"
-    at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts["created_at"]))
-    size = f"{facts['bytes'] / 2**20:.1f} MiB"
-    return f"{facts['job']}  {facts['file']}  {facts['tokens']} tokens  {size}  {at}"
+    if not _root(settings).exists():
+        return ""
+    try:
+        return reach_of(settings.data_dir)
+    except ConfigError as error:
+        raise DataDirError(settings.data_dir, "its id cannot be read") from error
 
 
 def _say(args: argparse.Namespace, facts: dict[str, Any], text: str) -> None:

@@ -1,0 +1,475 @@
+"""`tenuto checkpoints recover`: what Redis lost comes back from the data dir alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from job_queue import JobQueue, story
+from step_worker import StepWorker
+from tenuto_client import (
+    EndEvent,
+    IdempotencyConflict,
+    ModelInfo,
+    StateEvent,
+    SyncClient,
+    Token,
+    pack_announcement,
+)
+from tenuto_client._command import main
+from tenuto_engine import CheckpointStore
+from tenuto_worker._checkpoints import engine_tokens
+from tenuto_worker._identity import reach_of
+from tenuto_worker._recovery import Recovery
+from tenuto_worker._run import Phase
+
+Start = Callable[..., StepWorker]
+Say = Callable[..., tuple[int, list[dict[str, Any]]]]
+
+
+@pytest.fixture
+def start(jobs: JobQueue, redis_url: str, tiny_model: Path, tmp_path: Path) -> Iterator[Start]:
+    """Starts workers on one queue and one data dir, under its real id."""
+    workers = []
+
+    def begin(**settings: Any) -> StepWorker:
+        data_dir = tmp_path / "data"
+        data_dir.mkdir(exist_ok=True)
+        settings.setdefault("reach", reach_of(data_dir))
+        worker = StepWorker(redis_url, jobs.keys.namespace, tiny_model, data_dir, **settings)
+        workers.append(worker)
+        return worker
+
+    yield begin
+    for worker in workers:
+        worker.rooms.writer.close(10)
+
+
+@pytest.fixture
+def say(jobs: JobQueue, redis_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Say:
+    """Runs `tenuto checkpoints recover --json` and returns its exit code and lines."""
+
+    def run(*words: str) -> tuple[int, list[dict[str, Any]]]:
+        capsys.readouterr()
+        where = ["--redis", redis_url, "--namespace", jobs.keys.namespace]
+        data_dir = ["--data-dir", str(tmp_path / "data")]
+        code = main(["checkpoints", "recover", *words, "--json", *where, *data_dir])
+        return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    return run
+
+
+def lose_everything(jobs: JobQueue) -> None:
+    """As FLUSHALL does; but the server has other tests' namespaces, too."""
+    jobs.client.delete(*jobs.client.scan_iter(f"{jobs.keys.namespace}*"))
+
+
+def end_of(jobs: JobQueue, job: str) -> EndEvent:
+    last = jobs.stream(job)[1][-1]
+    assert isinstance(last, EndEvent)
+    return last
+
+
+def cancelled(jobs: JobQueue, worker: StepWorker, tokens: int = 12, **options: Any) -> str:
+    job = jobs.submit(**options)
+    worker.claim()
+    worker.decode(tokens)
+    jobs.cancel(job)
+    worker.publish()
+    worker.settle()
+    worker.save()
+    return job
+
+
+def undisturbed(jobs: JobQueue, worker: StepWorker, **options: Any) -> list[Token]:
+    job = jobs.submit(**options)
+    worker.claim()
+    worker.finish()
+    tokens = jobs.tokens(job)
+    jobs.delete(job)
+    worker.save()
+    worker.rooms.collector.collect()
+    return tokens
+
+
+# -- states ----------------------------------------------------------------------------
+
+
+def test_a_running_job_goes_on_from_its_checkpoint_and_ends_bit_for_bit(
+    jobs: JobQueue, start: Start, say: Say
+) -> None:
+    options: dict[str, Any] = {"max_tokens": 40, "temperature": 0.9, "logprobs": 2}
+    dead = start()
+    expected = undisturbed(jobs, dead, **options)
+    job = jobs.submit(**options)
+    dead.claim()
+    dead.decode(20)
+    dead.publish()
+    dead.save()
+    lose_everything(jobs)
+    code, (line,) = say()
+
+    assert code == 0
+    assert (line["type"], line["job"], line["state"]) == ("recovered", job, "queued")
+    assert 16 <= line["tokens"] <= 20
+    assert jobs.tokens(job) == expected[: line["tokens"]]
+    heir = start(name="host-dir-1")
+    heir.claim()
+    heir.rooms.decoder.turn()
+    assert heir.run.phase is Phase.DECODE, "nothing to catch up: a checkpoint has it all"
+    heir.finish()
+    assert jobs.tokens(job) == expected
+    end = end_of(jobs, job)
+    assert (end.state, end.exactness, end.epoch) == ("completed", "exact", 2)
+
+
+def test_a_job_that_has_only_begun_comes_back_with_its_prompt(
+    jobs: JobQueue, start: Start, say: Say
+) -> None:
+    dead = start()
+    job = jobs.submit()
+    dead.claim()
+    before = jobs.client.hget(jobs.keys.job(job), "prompt_ids")
+    lose_everything(jobs)
+    assert say()[1][0]["tokens"] == 0
+    assert jobs.client.hget(jobs.keys.job(job), "prompt_ids") == before
+    assert [event.reason for event in jobs.stream(job)[1] if isinstance(event, StateEvent)] == [
+        "recover"
+    ]
+    start(name="host-dir-1").claim()
+    heir = start(name="host-dir-2")
+    assert not heir.claim(), "it runs already"
+
+
+@pytest.mark.parametrize("state", ["completed", "failed", "cancelled"])
+def test_a_job_that_has_ended_comes_back_as_it_ended(
+    jobs: JobQueue, start: Start, say: Say, state: str
+) -> None:
+    worker = start()
+    if state == "cancelled":
+        job = cancelled(jobs, worker, logprobs=2)
+    else:
+        job = jobs.submit(logprobs=2, max_tokens=12)
+        worker.claim()
+        if state == "completed":
+            worker.finish()
+        else:
+            worker.decode(7)
+            worker.run.relabel("it was another machine")
+            worker.publish()
+            jobs.client.hset(jobs.keys.job(job), "deadline", "1")
+            worker.rooms.lease.renew()
+            worker.settle()
+    worker.save()
+    tokens, events = jobs.stream(job)
+    record = jobs.job(job)
+    lose_everything(jobs)
+    code, (line,) = say()
+
+    assert (code, line["state"], line["tokens"]) == (0, state, len(tokens))
+    assert jobs.tokens(job) == tokens
+    assert end_of(jobs, job) == events[-1]
+    after = jobs.job(job)
+    for name in ("worker", "queued_at", "claimed_at", "moved", "seq", "events", "durable"):
+        record.pop(name, None)
+        after.pop(name, None)
+    assert float(after.pop("finished_at")) == pytest.approx(float(record.pop("finished_at")), abs=5)
+    record.pop("deadline", None)
+    assert after == record
+    assert jobs.client.zscore(jobs.keys.expiry(), job) is not None
+    assert jobs.client.zcard(jobs.keys.tickets("tiny")) == 0
+
+
+def test_a_cancelled_job_that_came_back_is_resumed_bit_for_bit(
+    jobs: JobQueue, start: Start, say: Say
+) -> None:
+    worker = start()
+    expected = undisturbed(jobs, worker)
+    job = cancelled(jobs, worker)
+    lose_everything(jobs)
+    assert say()[0] == 0
+    assert jobs.resume(job) == "resumed"
+    worker.claim()
+    worker.finish()
+
+    assert jobs.tokens(job) == expected
+    assert end_of(jobs, job).exactness == "exact"
+
+
+def test_a_job_that_was_resumed_after_its_end_comes_back_queued(
+    jobs: JobQueue, start: Start, say: Say
+) -> None:
+    worker = start()
+    job = cancelled(jobs, worker)
+    jobs.resume(job)
+    worker.claim()
+    lose_everything(jobs)
+    (line,) = say()[1]
+
+    assert (line["state"], line["tokens"]) == ("queued", 12)
+    assert int(jobs.job(job)["epoch"]) == 3
+
+
+def test_the_label_of_what_was_computed_comes_back(jobs: JobQueue, start: Start, say: Say) -> None:
+    job = jobs.submit(max_tokens=30)
+    claim = jobs.take()
+    jobs.scripts.publish(claim.fence, story(1, 5))
+    fields = {"fingerprint": "earlier", "geometry": msgpack.packb({"device_kind": "cpu"})}
+    jobs.client.hset(jobs.keys.job(job), mapping=fields)
+    jobs.scripts.release(claim.fence, "drain")
+    worker = start(exact_wait_seconds=0.0)
+    worker.claim()
+    worker.decode(5)
+    worker.save()
+    reason = jobs.job(job)["exactness_reason"]
+    lose_everything(jobs)
+    say()
+
+    assert jobs.job(job)["exactness"] == "recomputed"
+    assert jobs.job(job)["exactness_reason"] == reason
+
+
+# -- what belongs to a job -------------------------------------------------------------
+
+
+def test_all_that_was_asked_for_comes_back_with_the_idempotency_key(
+    jobs: JobQueue, redis_url: str, start: Start, say: Say
+) -> None:
+    worker = start()
+    asked: Any = {
+        "max_tokens": 30, "seed": 3, "ignore_eos": True, "priority": -4, "tenant": "them",
+        "metadata": {"a": [1]}, "retention": "forever", "idempotency_key": "k",
+    }  # fmt: skip
+    with SyncClient(redis_url, namespace=jobs.keys.namespace) as client:
+        job = client.submit("tiny", "Tell me.", **asked)
+        worker.claim()
+        worker.decode(9)
+        worker.publish()
+        worker.save()
+        before = job.status()
+        lose_everything(jobs)
+        say()
+        after = job.status()
+        for name in ("id", "model", "created_at", "started_at", "priority", "metadata", "tenant",
+                     "max_tokens", "prompt_tokens", "attempts"):  # fmt: skip
+            assert getattr(after, name) == getattr(before, name), name
+        info = ModelInfo("tiny", 4096, 400, "f", 0.0)
+        jobs.client.hset(jobs.keys.models(), mapping={"tiny": pack_announcement(info)})
+        assert client.submit("tiny", "Tell me.", **asked).id == job.id
+        with pytest.raises(IdempotencyConflict):
+            client.submit("tiny", "Something else.", **asked)
+        assert [record.id for record in client.list()] == [job.id]
+
+
+def test_jobs_queue_up_again_by_age(jobs: JobQueue, start: Start, say: Say) -> None:
+    worker = start(slots=3)
+    made = [jobs.submit() for _ in range(3)]
+    for _ in made:
+        worker.claim()
+    lose_everything(jobs)
+    lines = say()[1]
+
+    assert [line["job"] for line in lines] == made
+    assert [jobs.take(reach="x", exact_wait_s=0.0).fence.job_id for _ in made] == made
+
+
+def test_a_long_stream_comes_back_whole_and_in_order(
+    jobs: JobQueue, start: Start, say: Say
+) -> None:
+    worker = start()
+    job = cancelled(jobs, worker)
+    folder = worker.settings.checkpoints_dir / job
+    meta = CheckpointStore(folder).ends()[0].meta
+    long = [Token(i, i, f" {i}", -i / 8, ((i, -1.0),)) for i in range(1, 10_001)]
+    store = CheckpointStore(folder, epoch=5, meta=meta)
+    store.open([1, 2], 7)
+    store.finish({"state": "failed", "error": "x"}, engine_tokens(long), keep_caches=True)
+    lose_everything(jobs)
+    (line,) = say()[1]
+
+    assert (line["state"], line["tokens"]) == ("failed", 10_000)
+    assert jobs.tokens(job) == long
+
+
+# -- what is left alone ----------------------------------------------------------------
+
+
+def test_only_what_is_missing_is_put_back(jobs: JobQueue, start: Start, say: Say) -> None:
+    worker = start()
+    kept, lost = cancelled(jobs, worker), cancelled(jobs, worker)
+    before = jobs.client.dump(jobs.keys.stream(kept)), jobs.job(kept)
+    jobs.delete(lost)
+    code, lines = say()
+
+    assert code == 0
+    assert {line["job"]: line["type"] for line in lines} == {kept: "present", lost: "recovered"}
+    assert (jobs.client.dump(jobs.keys.stream(kept)), jobs.job(kept)) == before
+    assert {line["type"] for line in say()[1]} == {"present"}
+
+
+def test_a_dry_run_writes_nothing(jobs: JobQueue, start: Start, say: Say) -> None:
+    job = cancelled(jobs, start())
+    lose_everything(jobs)
+    (line,) = say("--dry-run")[1]
+
+    assert (line["job"], line["state"], line["dry_run"]) == (job, "cancelled", True)
+    assert not list(jobs.client.scan_iter(f"{jobs.keys.namespace}*"))
+
+
+def test_one_job_can_be_put_back_alone(jobs: JobQueue, start: Start, say: Say) -> None:
+    worker = start()
+    one, other = cancelled(jobs, worker), cancelled(jobs, worker)
+    lose_everything(jobs)
+    assert [line["job"] for line in say(one)[1]] == [one]
+    assert jobs.state(other) == "gone"
+    assert not jobs.client.exists(jobs.keys.collectable()), "the other is still to be put back"
+    code, (line,) = say("nobody")
+    assert (code, line["type"]) == (1, "lost")
+
+
+# -- damage ----------------------------------------------------------------------------
+
+
+def test_a_folder_that_cannot_be_read_is_named_and_the_others_are_put_back(
+    jobs: JobQueue, start: Start, say: Say
+) -> None:
+    worker = start()
+    good, bad = cancelled(jobs, worker), cancelled(jobs, worker)
+    for path in (worker.settings.checkpoints_dir / bad).iterdir():
+        path.write_bytes(b"not a checkpoint at all, but longer than a head")
+    (worker.settings.checkpoints_dir / "empty").mkdir()
+    lose_everything(jobs)
+    code, lines = say()
+
+    assert code == 1
+    found = {line["job"]: line for line in lines}
+    assert found.keys() == {good, bad}
+    assert found[good]["type"] == "recovered"
+    assert found[bad]["type"] == "lost"
+    assert ".end: " in found[bad]["reason"]
+
+
+def test_where_the_newest_is_damaged_an_older_copy_comes_back_and_the_damage_is_told(
+    jobs: JobQueue, start: Start, say: Say
+) -> None:
+    worker = start()
+    job = cancelled(jobs, worker)
+    (end,) = (worker.settings.checkpoints_dir / job).glob("*.end")
+    data = bytearray(end.read_bytes())
+    data[-1] ^= 1
+    end.write_bytes(data)
+    lose_everything(jobs)
+    code, (line,) = say()
+
+    assert (code, line["type"], line["state"]) == (0, "recovered", "queued")
+    assert line["tokens"] >= 11
+    assert end.name in line["reason"]
+
+
+def test_a_longer_copy_that_says_something_else_than_the_newest_is_not_taken(
+    jobs: JobQueue, start: Start, say: Say
+) -> None:
+    worker = start()
+    job = cancelled(jobs, worker, tokens=5)
+    folder = worker.settings.checkpoints_dir / job
+    meta = CheckpointStore(folder).ends()[0].meta
+    for epoch, count, shift in ((2, 9, 0), (3, 7, 1)):
+        tokens = [Token(i + shift, i, "", -1.0) for i in range(1, count + 1)]
+        store = CheckpointStore(folder, epoch=epoch, meta=meta)
+        store.open([1, 2], 7)
+        store.finish({"state": "failed"}, engine_tokens(tokens), keep_caches=True)
+    lose_everything(jobs)
+    (line,) = say()[1]
+
+    assert (line["tokens"], line["state"]) == (7, "failed")
+    assert [token.token for token in jobs.tokens(job)] == list(range(2, 9))
+
+
+# -- in the middle of it ---------------------------------------------------------------
+
+
+def test_a_crash_while_a_stream_is_built_shows_nothing_and_the_next_run_puts_it_back(
+    jobs: JobQueue, start: Start, say: Say, tmp_path: Path
+) -> None:
+    worker = start()
+    job = cancelled(jobs, worker)
+    tokens = jobs.tokens(job)
+    lose_everything(jobs)
+    data_dir = tmp_path / "data"
+    recovery = Recovery(data_dir / "checkpoints", reach_of(data_dir), jobs.client, jobs.keys)
+    built = recovery._build(job, tokens)
+
+    half = jobs.keys.half(job, built)
+    assert 0 < jobs.client.ttl(half) <= 3600  # type: ignore[operator]
+    assert jobs.state(job) == "gone"
+    assert jobs.tokens(job) == []
+    assert say()[0] == 0
+    assert jobs.tokens(job) == tokens
+    assert jobs.client.ttl(jobs.keys.stream(job)) == -1
+
+
+def test_two_at_once_put_a_job_back_once(
+    jobs: JobQueue, start: Start, say: Say, tmp_path: Path
+) -> None:
+    worker = start()
+    job = cancelled(jobs, worker)
+    lose_everything(jobs)
+    data_dir = tmp_path / "data"
+    recovery = Recovery(data_dir / "checkpoints", reach_of(data_dir), jobs.client, jobs.keys)
+    build = recovery._build
+
+    def build_while_another_is_quicker(job_id: str, tokens: Any) -> str:
+        assert say()[0] == 0
+        return build(job_id, tokens)
+
+    recovery._build = build_while_another_is_quicker  # type: ignore[method-assign]
+    (outcome,) = recovery.recover()
+
+    assert outcome.was_there
+    assert len(jobs.tokens(job)) == 12
+    assert len([each for each in jobs.stream(job)[1] if isinstance(each, EndEvent)]) == 1
+    assert not list(jobs.client.scan_iter(jobs.keys.half(job, "*")))
+
+
+# -- afterwards ------------------------------------------------------------------------
+
+
+def test_gc_takes_the_data_set_for_its_own_in_this_data_dir_only(
+    jobs: JobQueue, start: Start, say: Say
+) -> None:
+    worker = start()
+    kept, gone = cancelled(jobs, worker), cancelled(jobs, worker)
+    lose_everything(jobs)
+    say()
+    jobs.delete(gone)
+    start(reach="other", name="host-other-0").rooms.collector.collect()
+    assert (worker.settings.checkpoints_dir / gone).exists()
+
+    worker.rooms.collector.collect()
+    assert not (worker.settings.checkpoints_dir / gone).exists()
+    assert (worker.settings.checkpoints_dir / kept).exists()
+
+
+def test_without_redis_it_is_exit_code_3(tmp_path: Path) -> None:
+    url = f"unix://{tmp_path}/nobody"
+    arguments = ["--redis", url, "--data-dir", str(tmp_path)]
+    assert main(["checkpoints", "recover", *arguments]) == 3
+
+
+def test_people_are_told_in_words(
+    jobs: JobQueue, redis_url: str, start: Start, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worker = start()
+    job = cancelled(jobs, worker)
+    lose_everything(jobs)
+    where = ["--redis", redis_url, "--namespace", jobs.keys.namespace]
+    capsys.readouterr()
+    assert (
+        main(["checkpoints", "recover", *where, "--data-dir", str(worker.settings.data_dir)]) == 0
+    )
+    assert capsys.readouterr().out == f"{job}  cancelled  12 tokens\n1 job put back\n"
