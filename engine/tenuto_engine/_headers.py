@@ -180,6 +180,8 @@ def span_header(delta: Delta, at: float = 0.0, state: StateRef | None = None) ->
 
 def span_blobs(delta: Delta) -> list[PayloadBlob]:
     """The payload of a PART or COMMIT record."""
+    # What could not be read again must not be written.
+    assert all(len(blob.members) == blob.data.shape[0] > 0 for blob in delta.blobs)
     return [
         PayloadBlob(blob.dtype, [list(member) for member in blob.members], blob.host())
         for blob in delta.blobs

@@ -44,6 +44,7 @@ class HeaderParser:
 
     def __init__(self) -> None:
         self._owners: dict[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]] = {}
+        self._distinct: dict[tuple[tuple[tuple[int, int], ...], ...], bool] = {}
         self._parsers: Mapping[RecordType, Callable[[Record, Header], Content]] = {
             RecordType.BEGIN: _parse_begin,
             RecordType.PART: self._parse_part,
@@ -73,24 +74,32 @@ class HeaderParser:
         for each in slices:
             inside = min(each.positions) >= start and max(each.positions) + each.length <= stop
             _require(inside, "a blob holds positions outside its record's")
-        _require(not _overlap(slices), "two blobs hold the same positions")
+        _require(self._disjoint(slices), "two blobs hold the same positions")
         return Span(generation, start, stop, slices)
 
     def _parse_slices(self, members: list[Any], shape: tuple[int, ...]) -> Slices:
         _require(len(shape) == _BLOB_RANK, "a blob of positions has another rank")
         _require(len(members) == shape[0] > 0, "a blob has other members than its shape says")
-        positions = []
-        owners = []
-        for leaf, array, position in members:
-            whole = type(leaf) is type(array) is type(position) is int
-            _require(whole and 0 <= leaf < MAX_LEAVES, "a member has no leaf")
-            _require(0 <= array < MAX_LEAVES and position >= 0, "a member has no array or position")
-            owners.append((leaf, array))
-            positions.append(position)
-        known = tuple(owners)
+        leaves, arrays, positions = zip(*members, strict=True)
+        for column in (leaves, arrays, positions):
+            # A bool is equal to an int.
+            _require(set(map(type, column)) == {int}, "a member is not told by integers")
+        owners = tuple(zip(leaves, arrays, strict=True))
         # In a log of many records these are nearly always the same.
-        known = self._owners.setdefault(known, known)
-        return Slices(known, tuple(positions), shape[BLOB_SEQUENCE_AXIS])
+        known = self._owners.get(owners)
+        if known is None:
+            inside = min(leaves) >= 0 and max(leaves) < MAX_LEAVES and min(arrays) >= 0
+            _require(inside, "a member has no leaf or array")
+            known = self._owners[owners] = owners
+        return Slices(known, positions, shape[BLOB_SEQUENCE_AXIS])
+
+    def _disjoint(self, slices: Sequence[Slices]) -> bool:
+        owners = tuple(each.owners for each in slices)
+        distinct = self._distinct.get(owners)
+        if distinct is None:
+            flat = [owner for each in owners for owner in each]
+            distinct = self._distinct[owners] = len(set(flat)) == len(flat)
+        return distinct or not _overlap(slices)
 
     def _parse_commit(self, record: Record, header: Header) -> Span:
         part = self._parse_part(record, header)
@@ -194,7 +203,7 @@ def _parse_top(entries: object) -> tuple[tuple[int, float], ...]:
 def _parse_layouts(entries: object, caches: object) -> tuple[Layout, ...]:
     distinct = [_parse_layout(entry) for entry in _list(entries, "layouts")]
     found = tuple(_lookup(distinct, entry, MAX_CACHE_DEPTH) for entry in _list(caches, "caches"))
-    leaves = sum(1 for layout in found for _ in layout.leaves())
+    leaves = sum(sum(1 for _ in each.leaves()) if each.children else 1 for each in found)
     _require(leaves <= MAX_LEAVES, "it has too many caches")
     return found
 
@@ -229,13 +238,9 @@ def _parse_state_ref(entry: object) -> StateRef | None:
 def _overlap(slices: Sequence[Slices]) -> bool:
     """Whether two slices of one array share a position."""
     seen: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    count = 0
     for each in slices:
-        count += len(each.owners)
         for owner, position in zip(each.owners, each.positions, strict=True):
             seen.setdefault(owner, []).append((position, position + each.length))
-    if len(seen) == count:
-        return False
     for runs in seen.values():
         runs.sort()
         if any(later < end for (_, end), (later, _) in pairwise(runs)):

@@ -287,6 +287,9 @@ def test_a_lying_begin_is_refused(small: SampleLog, change: Change) -> None:
         lambda h: h[BLOBS][0][3].__setitem__(0, [0, True, 4]),
         lambda h: h[BLOBS][0][3].__setitem__(0, h[BLOBS][0][3][1]),
         lambda h: h[BLOBS][0][3].__setitem__(0, None),
+        lambda h: h[BLOBS][0][3].__setitem__(0, [0, 0, 4, 4]),
+        lambda h: h[BLOBS][0][3].__setitem__(0, [0, 1.0, 4]),
+        lambda h: h[BLOBS][0][3].__setitem__(0, "abc"),
     ],
 )
 def test_a_lying_commit_is_refused(small: SampleLog, change: Change) -> None:
