@@ -7,17 +7,19 @@ that continues the last durable commit. Everything here runs under the store's d
 
 from __future__ import annotations
 
+import errno
 import itertools
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
 from tenuto_engine._checkpoint import Origin
 from tenuto_engine._delta import Delta
-from tenuto_engine._errors import CheckpointCorrupt
+from tenuto_engine._errors import CheckpointCorrupt, CheckpointWriteError
 from tenuto_engine._fs import FileSystem
 from tenuto_engine._headers import (
     STATE_FILES,
@@ -53,6 +55,17 @@ class Beginning:
     prompt_tokens: int
     seed: int
     origin: Origin | None
+
+
+class Left(Enum):
+    """What a failure left of what was appended."""
+
+    ALL = "all"
+    """The log goes on."""
+    COMMITS = "commits"
+    """The durable ones; the next log continues the last of them."""
+    NOTHING = "nothing"
+    """No commit that a log could continue; the next one begins from position 0."""
 
 
 class Budget(Protocol):
@@ -111,21 +124,18 @@ class Appender:
         self._good: Mark | None = None
         self._trusted = True
         self._base: Continued | None = None
+        self._needed: set[str] = set()
         self._state_file = 0
         self._commits = 0
         self._superseded: list[_Superseded] | None = None
 
-    @property
-    def has_base(self) -> bool:
-        """Whether the commit that the next log would continue is still there, or none is needed."""
-        return self._base is None or (self._folder / self._base.file).exists()
-
     def open(self, beginning: Beginning) -> None:
-        """Have a log to append to: a new one if this beginning is, or the last was abandoned."""
+        """Have a log to append to: a new one if this beginning is, or the last was closed."""
         if beginning != self._beginning:
             self.close()
             self._beginning = beginning
             self._base = _continued(beginning.origin)
+            self._needed = {self._base.file} if self._base else set()
         if self._log is None:
             self._create(beginning)
 
@@ -134,6 +144,7 @@ class Appender:
         log = self._log
         assert log is not None, "open comes first"
         self._good = log.mark
+        self._check_needed()
         if self._budget is not None:
             self._budget.charge(delta.nbytes + _HEADER_BYTES)
         state = self._write_state(log, delta)
@@ -146,29 +157,29 @@ class Appender:
         log.sync()
         self._trusted = True
         self._base = Continued(log.path.name, mark.end, mark.digest, delta.generation, delta.stop)
+        self._needed.add(log.path.name)
         self._state_file = (self._state_file + (state is not None)) % STATE_FILES
         self._commits += 1
 
-    def repair(self) -> bool:
+    def repair(self) -> Left:
         """Make the log good again after a failure. Raises nothing.
 
         Returns:
-            Whether all that was appended before the failure is still there. If not, only the
-            durable commits are, and the next log will continue the last of them.
+            What is left of all that was appended before the failure.
         """
-        if self._log is not None and self._trusted and self._good is not None:
-            with suppress(OSError):
+        with suppress(OSError):
+            self._check_needed()
+            if self._log is not None and self._trusted and self._good is not None:
                 self._log.truncate_to(self._good)
                 if self._log.path.exists():
-                    return True
-        self.abandon()
-        return False
-
-    def abandon(self) -> None:
-        """Write no more into this log. Raises nothing."""
+                    return Left.ALL
         self.close()
-        if not self.has_base:
-            self._base = None
+        with suppress(OSError):
+            self._check_needed()
+            if self._base is not None:
+                return Left.COMMITS
+        self._base, self._needed = None, set()
+        return Left.NOTHING
 
     def close(self) -> None:
         """Close the log. Raises nothing."""
@@ -181,7 +192,7 @@ class Appender:
         """Write down how the job ended."""
         beginning = self._beginning
         if beginning is None:
-            raise ValueError("the attempt had not begun")
+            raise CheckpointWriteError(self._folder, "the attempt has not begun")
         self._fs.make_folder(self._folder)
         said = End(dict(end), tuple(tokens), time.time())
         write_end(self._fs, self._folder / self._own.end, self._begin(self._own, beginning), said)
@@ -189,6 +200,7 @@ class Appender:
     # -- writing -----------------------------------------------------------------------
 
     def _create(self, beginning: Beginning) -> None:
+        self._check_needed()
         self._fs.make_folder(self._folder)
         self._sync_base()
         attempt = self._next_attempt()
@@ -214,6 +226,12 @@ class Appender:
                 finally:
                     self._fs.close(handle)
         self._fs.sync_folder(self._folder)
+
+    def _check_needed(self) -> None:
+        """Raise ``FileNotFoundError`` if somebody removed a log that the commits build on."""
+        for name in self._needed:
+            if not (self._folder / name).exists():
+                raise FileNotFoundError(errno.ENOENT, f"somebody removed {name}")
 
     def _next_attempt(self) -> Attempt:
         taken = {attempt for _, attempt in self._files()}
@@ -283,6 +301,7 @@ class Appender:
 
     def _find_superseded(self) -> list[_Superseded]:
         chain, former = self._chain(), set(self._logs[-2:-1])
+        self._needed |= {attempt.log for attempt in chain}
         found: dict[Attempt, list[str]] = {}
         for name, attempt in self._files():
             if attempt.epoch < self._own.epoch or self._is_own(attempt):

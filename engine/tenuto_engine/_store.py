@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
-from tenuto_engine._appender import Appender, Beginning, Budget
+from tenuto_engine._appender import Appender, Beginning, Budget, Left
 from tenuto_engine._checkpoint import Checkpoint, Origin
 from tenuto_engine._delta import Delta
 from tenuto_engine._errors import CheckpointWriteError, InvalidOption
@@ -87,11 +87,12 @@ class Taken:
     Attributes:
         delta: it.
         turn: deltas of an earlier turn than the store's are void.
-        after: how far the lineage has come with it.
+        before, after: how far the lineage has come without and with it.
     """
 
     delta: Delta
     turn: int
+    before: _Mark
     after: _Mark
 
     @property
@@ -180,7 +181,7 @@ class CheckpointStore:
                 return None
             if moment.lineage is not self._lineage:
                 self._begin(moment)
-            base = self._base(moment)
+            before, base = self._accepted, self._base(moment)
             delta = take_delta(
                 moment,
                 generation=base.generation,
@@ -191,22 +192,26 @@ class CheckpointStore:
             first = moment.generated + 1 if delta.commit else base.first
             live.deferred = delta.commit is None
             self._accepted = replace(base, position=delta.stop, first=first)
-            return Taken(delta, self._turn, self._accepted)
+            return Taken(delta, self._turn, before, self._accepted)
 
     def _begin(self, moment: Moment) -> None:
         """A row that this store has not seen: its log goes on from where the row did."""
-        origin = moment.origin
-        if origin is not None and origin.folder != self.folder:
-            origin = None
-        self._lineage = moment.lineage
-        self._beginning = Beginning(moment.prompt, moment.prompt_tokens, moment.seed, origin)
-        self._turn += 1
-        mark = _Mark()
+        origin = self._own(moment.origin)
+        beginning = Beginning(moment.prompt, moment.prompt_tokens, moment.seed, origin)
+        mark, self._durable = _Mark(), Durable()
         if origin is not None:
             mark = _Mark(origin.position, origin.generated + 1, origin.generation, origin.signature)
+            pending = origin.position >= moment.prompt_tokens
+            self._durable = Durable(mark.position, mark.first - 1, pending)
+        if beginning == self._beginning:
+            # It is written into the log of the row before it, whose records must not mix with its.
+            mark = _Mark(generation=self._accepted.generation + 1)
+        self._lineage, self._beginning = moment.lineage, beginning
+        self._turn += 1
         self._accepted = self._written = self._committed = mark
-        pending = origin is not None and moment.pending is not None
-        self._durable = Durable(mark.position, mark.first - 1, pending)
+
+    def _own(self, origin: Origin | None) -> Origin | None:
+        return origin if origin is not None and origin.folder == self.folder else None
 
     def _base(self, moment: Moment) -> _Mark:
         base, signature = self._accepted, signature_of(moment)
@@ -228,9 +233,9 @@ class CheckpointStore:
         prompt = tuple(prompt)
         with self._disk:
             try:
-                self._appender.open(Beginning(prompt, len(prompt), seed, origin))
+                self._appender.open(Beginning(prompt, len(prompt), seed, self._own(origin)))
             except Exception as error:
-                self._appender.abandon()
+                self._appender.close()
                 raise _write_error(self.folder, error) from error
 
     def write(self, taken: Taken) -> bool:
@@ -243,14 +248,14 @@ class CheckpointStore:
             CheckpointWriteError: it is not in the log; earlier checkpoints are as they were.
         """
         with self._disk:
-            beginning = self._beginning
-            if self._closed or taken.turn != self._turn or beginning is None:
+            beginning = self._beginning_of(taken)
+            if beginning is None:
                 return False
             try:
                 self._appender.open(beginning)
                 self._appender.append(taken.delta)
             except Exception as error:
-                self._go_back(keep_parts=self._appender.repair())
+                self._go_back()
                 raise _write_error(self.folder, error) from error
             self._advance(taken)
             if taken.delta.commit is None:
@@ -304,25 +309,42 @@ class CheckpointStore:
             self._closed = True
             self._appender.close()
 
+    def _beginning_of(self, taken: Taken) -> Beginning | None:
+        """What the delta's log begins with; None if it may not be written."""
+        with self._marks:
+            if self._closed or taken.turn != self._turn:
+                return None
+            if taken.before != self._written:
+                # What it adds to was taken, but never came here.
+                self._turn += 1
+                self._accepted = self._written
+                return None
+            return self._beginning
+
     def _advance(self, taken: Taken) -> None:
         with self._marks:
-            self._written = taken.after
             self._retry_in, self._retry_at = self._retry_seconds, 0.0
+            if taken.turn != self._turn:
+                return  # another row has begun meanwhile
+            self._written = taken.after
             if taken.delta.commit is not None:
                 self._committed = taken.after
                 pending = taken.delta.commit.pending_token is not None
                 self._durable = Durable(taken.after.position, taken.after.first - 1, pending)
 
-    def _go_back(self, *, keep_parts: bool) -> None:
+    def _go_back(self) -> None:
+        # It asks the disk, for which the decode thread must not wait.
+        left = self._appender.repair()
         with self._marks:
             self._turn += 1
             self._retry_at = time.monotonic() + self._retry_in
             self._retry_in = min(2 * self._retry_in, _LONGEST_RETRY_S)
-            if not self._appender.has_base and self._beginning is not None:
-                # The files are gone, so all of it has to be written again.
+            if left is Left.NOTHING and self._beginning is not None:
                 self._beginning = replace(self._beginning, origin=None)
                 self._committed, self._durable = _Mark(), Durable()
-            self._accepted = self._written = self._written if keep_parts else self._committed
+            if left is not Left.ALL:
+                self._written = self._committed
+            self._accepted = self._written
 
     def _why_not(self) -> str:
         return "the store is closed" if self._closed else "the last attempt failed a moment ago"
