@@ -83,7 +83,8 @@ class StoredCheckpoint:
             CheckpointCorrupt: it is damaged, gone, or cannot be read.
         """
         if self.commit is None:
-            raise CheckpointCorrupt(self.path, self.damage or "it is damaged")
+            # Commits before a damaged end of their log do not need it.
+            raise CheckpointCorrupt(self.path, self.damage or "it is damaged", offset=0)
         checkpoint = assemble(self.commit)
         assert checkpoint.origin is not None
         origin = replace(

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from disks import CrashingDisk, PowerCut
 from forged import Forgery, put_together, take_apart
 from log_samples import JOB, PROMPT, Run, SampleLog, image, leaves, run_of, stored
 from tenuto_engine._assembly import assemble
@@ -379,6 +380,35 @@ def test_a_commit_whose_state_file_is_gone_is_passed_over_for_an_older_log(folde
     found = newest_valid(folder)
     assert found is not None
     assert [image(found)] == expect(older)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_after_a_power_cut_at_any_call_the_newest_synced_commit_returns(
+    folder: Path, seed: int
+) -> None:
+    calls = 0
+    finished = False
+    while not finished:
+        shutil.rmtree(folder, ignore_errors=True)
+        disk = CrashingDisk(calls, seed=1000 * seed + calls)
+        calls += 1
+        synced = 0
+        try:
+            log = SampleLog(folder, fs=disk)
+            log.writer.sync()
+            for stop in (4, 5, 7, 8):
+                log.commit(run_of(stop), cuts=[stop - 1])
+                log.writer.sync()
+                synced = stop
+            finished = True
+        except PowerCut:
+            pass
+        disk.lose_power()
+        found = newest_valid(folder)
+        if synced or found is not None:
+            assert found is not None
+            assert len(found.cache_tokens) >= synced
+            assert image(found) == run_of(len(found.cache_tokens)).image()
 
 
 # -- records that do not fit together, with all digests right ---------------------------

@@ -19,7 +19,7 @@ from tenuto_engine._errors import CheckpointCorrupt
 from tenuto_engine._fs import FileSystem
 from tenuto_engine._headers import End
 from tenuto_engine._log import Attempt, LogFile, SpanEntry, read_end, read_state
-from tenuto_engine._log_writer import LogWriter, write_end
+from tenuto_engine._log_writer import LogWriter, write_end, write_state
 from tenuto_engine._parsing import HeaderParser
 from tenuto_engine._records import BLOBS, HEAD_BYTES, Damaged, Reader, read_record
 
@@ -540,6 +540,17 @@ def test_a_lying_state_is_refused(stateful: SampleLog, change: Change) -> None:
     path.write_bytes(put_together(records))
     with Reader(path) as reader, pytest.raises(Damaged):
         HeaderParser().parse(*read_record(reader, HEAD_BYTES))
+
+
+def test_a_state_that_is_shorter_than_the_one_before_it_is_read(folder: Path) -> None:
+    log = SampleLog(folder)
+    path = folder / log.attempt.state(0)
+    commit = run_of(4).delta(0, 1).commit
+    assert commit is not None
+    for arrays in (commit.state, commit.state[:1]):
+        write_state(log.fs, path, arrays, seq=1, prev=log.writer.mark.digest)
+    with Reader(path) as reader:
+        assert read_record(reader, HEAD_BYTES)[0].end == reader.size
 
 
 @pytest.mark.parametrize("seed", range(4))
