@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -38,6 +39,7 @@ from tenuto_engine._token import Token
 
 # About what a record takes beside its arrays.
 _HEADER_BYTES: Final = 4096
+_NEVER: Final = sys.maxsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,49 +300,53 @@ class Appender:
                 useless = is_end if keep_caches else True
                 if name != self._own.end and useless and (own or newest):
                     self._unlink(name)
+            if newest and not keep_caches:
+                for name in self._old_files():
+                    self._unlink(name)
 
     def _find_superseded(self) -> list[_Superseded]:
-        chain, former = self._chain(), set(self._logs[-2:-1])
-        self._needed |= {attempt.log for attempt in chain}
-        found: dict[Attempt, list[str]] = {}
+        files: dict[Attempt, list[str]] = {}
         for name, attempt in self._files():
-            if attempt.epoch < self._own.epoch or self._is_own(attempt):
-                found.setdefault(attempt, []).append(name)
-        old = tuple(name for name in self._fs.listdir(self._folder) if _is_old(name, self._own))
+            files.setdefault(attempt, []).append(name)
+        logs = _Logs(self._folder)
+        current, former = self._logs[-1], self._logs[-2:-1]
+        chain = logs.chain(current)
+        self._needed |= {attempt.log for attempt in chain}
+        lengths = {each: self._length(each, names, logs) for each, names in files.items()}
+        for each in files:
+            for before in logs.chain(each):
+                lengths[before] = max(lengths.get(before, 0), lengths[each])
+        old = self._old_files()
         superseded = [_Superseded(0, 1, old)] if old else []
-        for attempt, names in found.items():
-            if attempt == self._logs[-1] or attempt in former:
+        for each, names in files.items():
+            if each == current or each in former:
                 continue
-            if attempt in chain:
+            if each in chain:
                 # Two checkpoints of its own are fallback enough, without the states of others.
-                states = tuple(name for name in names if name.endswith(".state"))
-                superseded.append(_Superseded(0, 2, states))
-            else:
-                superseded.append(_Superseded(self._length(names), 1, tuple(names)))
+                superseded.append(_Superseded(0, 2, _ending(names, ".state")))
+            useless = _ending(names, ".end") if each in chain else tuple(names)
+            superseded.append(_Superseded(lengths[each], 1, useless))
         return superseded
 
-    def _chain(self) -> set[Attempt]:
-        chain: set[Attempt] = set()
-        attempt: Attempt | None = self._logs[-1]
-        while attempt is not None and attempt not in chain:
-            chain.add(attempt)
-            continues = LogFile.scan(self._folder / attempt.log).begin.continues
-            attempt = Attempt.of_file(continues.file) if continues else None
-        return chain
-
-    def _length(self, names: Sequence[str]) -> int:
-        """Tokens that files of one attempt cover; 0 if they can't be read."""
-        length = 0
-        for name in names:
-            path = self._folder / name
+    def _length(self, attempt: Attempt, names: Sequence[str], logs: _Logs) -> int:
+        """How far this attempt must have come to remove the files of that one."""
+        if attempt.epoch >= self._own.epoch and not self._is_own(attempt):
+            return _NEVER
+        length = logs.length(attempt)
+        for name in _ending(names, ".end"):
             with suppress(CheckpointCorrupt):
-                if name.endswith(".log"):
-                    spans = LogFile.scan(path).spans
-                    length = max([length, *(s.span.stop for s in spans if s.span.commit)])
-                elif name.endswith(".end"):
-                    begin, end = read_end(path)
-                    length = max(length, begin.prompt_tokens + len(end.tokens))
+                begin, end = read_end(self._folder / name)
+                length = max(length, begin.prompt_tokens + len(end.tokens))
         return length
+
+    def _old_files(self) -> tuple[str, ...]:
+        """Those of format version 1, unless of a higher epoch."""
+        names = self._fs.listdir(self._folder)
+        return tuple(
+            name
+            for name in names
+            if (epoch := old_epoch(name)) is not None and epoch <= self._own.epoch
+        )
 
     def _files(self) -> list[tuple[str, Attempt]]:
         named = ((name, Attempt.of_file(name)) for name in self._fs.listdir(self._folder))
@@ -357,9 +363,39 @@ class Appender:
             self._fs.unlink(self._folder / name)
 
 
-def _is_old(name: str, own: Attempt) -> bool:
-    epoch = old_epoch(name)
-    return epoch is not None and epoch <= own.epoch
+class _Logs:
+    """The logs of a folder, each scanned once."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._known: dict[Attempt, LogFile | None] = {}
+
+    def chain(self, attempt: Attempt) -> list[Attempt]:
+        """The attempt and those whose logs its log builds on, as far as they can be read."""
+        chain: list[Attempt] = []
+        each: Attempt | None = attempt
+        while each is not None and each not in chain:
+            chain.append(each)
+            log = self._scan(each)
+            continues = log.begin.continues if log else None
+            each = Attempt.of_file(continues.file) if continues else None
+        return chain
+
+    def length(self, attempt: Attempt) -> int:
+        """Tokens that its checkpoints cover; 0 if they can't be read."""
+        log = self._scan(attempt)
+        return max((s.span.stop for s in log.spans if s.span.commit), default=0) if log else 0
+
+    def _scan(self, attempt: Attempt) -> LogFile | None:
+        if attempt not in self._known:
+            self._known[attempt] = None
+            with suppress(CheckpointCorrupt):
+                self._known[attempt] = LogFile.scan(self._folder / attempt.log)
+        return self._known[attempt]
+
+
+def _ending(names: Sequence[str], ending: str) -> tuple[str, ...]:
+    return tuple(name for name in names if name.endswith(ending))
 
 
 def _continued(origin: Origin | None) -> Continued | None:
