@@ -319,7 +319,7 @@ class Appender:
         old = self._old_files()
         superseded = [_Superseded(0, 1, old)] if old else []
         for each, names in files.items():
-            if each == current or each in former:
+            if each == current or each in former or not self._may_remove(each):
                 continue
             if each in chain:
                 # Two checkpoints of its own are fallback enough, without the states of others.
@@ -330,7 +330,7 @@ class Appender:
 
     def _length(self, attempt: Attempt, names: Sequence[str], logs: _Logs) -> int:
         """How far this attempt must have come to remove the files of that one."""
-        if attempt.epoch >= self._own.epoch and not self._is_own(attempt):
+        if not self._may_remove(attempt):
             return _NEVER
         length = logs.length(attempt)
         for name in _ending(names, ".end"):
@@ -354,6 +354,9 @@ class Appender:
 
     def _is_newest(self) -> bool:
         return all(attempt.epoch <= self._own.epoch for _, attempt in self._files())
+
+    def _may_remove(self, attempt: Attempt) -> bool:
+        return attempt.epoch < self._own.epoch or self._is_own(attempt)
 
     def _is_own(self, attempt: Attempt) -> bool:
         return attempt == self._own or attempt in self._logs

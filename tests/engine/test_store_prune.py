@@ -167,6 +167,14 @@ def test_another_attempt_of_the_same_epoch_is_left_alone(folder: Path) -> None:
     assert logs(folder) == ["00000001-a.log", "00000001-b.log"]
 
 
+def test_one_that_goes_on_from_another_of_the_same_epoch_leaves_its_states(folder: Path) -> None:
+    other = sample_store(folder, 1, nonce="a")
+    save(other, SampleRow(), 10, 20)
+    store, row = sample_store(folder, 1, nonce="b"), heir(folder)
+    save(store, row, 21, 22, 23)
+    assert assert_all_exact(folder, row) == [23, 22, 20, 10]
+
+
 def test_the_end_of_a_completed_job_takes_the_other_attempts_of_its_epoch_along(
     folder: Path,
 ) -> None:
