@@ -186,9 +186,11 @@ def test_without_the_log_that_it_continues_a_log_has_no_checkpoint(folder: Path)
 
 def test_damage_behind_the_place_that_a_log_continues_does_not_matter(folder: Path) -> None:
     first, second, _ = chain(folder)
+    content = first.path.read_bytes()
     end = LogFile.scan(first.path).spans[0].record.end
-    first.path.write_bytes(first.path.read_bytes()[: end + 100])
-    assert [read(commit) for commit in stored(second.path)] == expect(second)
+    for damaged in (content[: end + 100], flip(content, len(content) - 1)):
+        first.path.write_bytes(damaged)
+        assert [read(commit) for commit in stored(second.path)] == expect(second)
 
 
 @pytest.mark.parametrize(
