@@ -20,6 +20,7 @@ from tenuto_worker._commands.worker import _values, configure
 from tenuto_worker._doctor import check
 from tenuto_worker._errors import ConfigError
 from tenuto_worker._settings import size
+from workers import poll_until
 
 
 @pytest.fixture
@@ -157,6 +158,35 @@ def test_a_week_old_folder_without_anything_readable_that_redis_does_not_know_go
     worker.rooms.collector.collect()
 
     assert _there(worker) == {known, young}
+
+
+def test_a_job_whose_checkpoints_find_no_room_goes_on_and_is_told_once(
+    jobs: JobQueue, worker: StepWorker
+) -> None:
+    job = jobs.submit(max_tokens=120)
+    budget = worker.rooms.collector.budget
+    budget.limit = 1
+    worker.claim()
+    with structlog.testing.capture_logs() as logs:
+        worker.decode(40)
+        worker.publish()
+        worker.save()
+    said = [line for line in logs if line["event"] == "checkpoint not saved"]
+    assert [line["job"] for line in said] == [job]
+    assert "the disk budget of" in said[0]["error"]
+    assert int(jobs.job(job)["durable"]) == 0
+
+    budget.limit = None
+
+    def is_saved_after_one_more() -> bool:
+        worker.decode(1)
+        worker.save()
+        worker.publish()
+        return int(jobs.job(job)["durable"]) >= 40
+
+    poll_until(is_saved_after_one_more, "a store that failed to be tried again", every=0.1)
+    worker.finish()
+    assert (jobs.state(job), len(jobs.tokens(job))) == ("completed", 120)
 
 
 # -- the setting -----------------------------------------------------------------------

@@ -24,7 +24,9 @@ from tenuto_client import (
 from tenuto_client._command import main
 from tenuto_engine import CheckpointStore
 from tenuto_worker._checkpoints import engine_tokens
+from tenuto_worker._collector import folders
 from tenuto_worker._identity import reach_of
+from tenuto_worker._late_ends import LateEnds
 from tenuto_worker._recovery import Recovery
 from tenuto_worker._run import Phase
 
@@ -232,6 +234,89 @@ def test_the_label_of_what_was_computed_comes_back(jobs: JobQueue, start: Start,
 
     assert jobs.job(job)["exactness"] == "recomputed"
     assert jobs.job(job)["exactness_reason"] == reason
+
+
+# -- ends that no worker noted -------------------------------------------------------------
+
+
+def note_late_ends(jobs: JobQueue, worker: StepWorker) -> None:
+    judge = worker.rooms.collector._judge
+    late = LateEnds(jobs.client, jobs.keys, judge, quiet_s=0.0)
+    late.note(folders(worker.settings.checkpoints_dir))
+
+
+def test_a_job_cancelled_in_the_queue_comes_back_cancelled(
+    jobs: JobQueue, start: Start, say: Say
+) -> None:
+    worker = start()
+    expected = undisturbed(jobs, worker)
+    job = jobs.submit()
+    worker.claim()
+    worker.decode(9)
+    worker.rooms._stop_all()
+    worker.settle()
+    worker.save()
+    assert jobs.cancel(job) == "cancelled"
+    note_late_ends(jobs, worker)
+    end = end_of(jobs, job)
+    lose_everything(jobs)
+    (line,) = say()[1]
+
+    assert (line["state"], line["tokens"]) == ("cancelled", 9)
+    assert end_of(jobs, job) == end
+    jobs.resume(job)
+    worker.claim()
+    worker.rooms.decoder.turn()
+    assert worker.run.phase is Phase.DECODE, "its caches are still there"
+    worker.finish()
+    assert jobs.tokens(job) == expected
+
+
+def test_the_end_of_a_completed_job_whose_worker_died_over_its_note_is_noted(
+    jobs: JobQueue, start: Start, say: Say
+) -> None:
+    worker = start()
+    job = jobs.submit()
+    worker.claim()
+    worker.rooms.publisher._on_ended = lambda run, state: None
+    worker.finish()
+    worker.save()
+    folder = worker.settings.checkpoints_dir / job
+    assert not list(folder.glob("*.end"))
+    tokens, events = jobs.stream(job)
+    note_late_ends(jobs, worker)
+
+    assert [path.suffix for path in folder.iterdir()] == [".end"]
+    lose_everything(jobs)
+    assert say()[1][0]["state"] == "completed"
+    assert jobs.tokens(job) == tokens
+    assert end_of(jobs, job) == events[-1]
+
+
+def test_an_end_is_noted_once_and_not_while_its_writer_may_be_about_to(
+    jobs: JobQueue, start: Start
+) -> None:
+    worker = start()
+    job = cancelled(jobs, worker)
+    folder = worker.settings.checkpoints_dir / job
+    before = {path.name for path in folder.iterdir()}
+    note_late_ends(jobs, worker)
+    assert {path.name for path in folder.iterdir()} == before
+    (end,) = folder.glob("*.end")
+    end.unlink()
+    worker.rooms.collector.collect()
+    assert not list(folder.glob("*.end")), "it changed a moment ago"
+
+
+def test_the_end_of_a_job_of_another_data_set_is_not_noted(jobs: JobQueue, start: Start) -> None:
+    worker = start()
+    job = cancelled(jobs, worker)
+    (end,) = (worker.settings.checkpoints_dir / job).glob("*.end")
+    end.unlink()
+    jobs.client.set(jobs.keys.namespace_id(), "another")
+    note_late_ends(jobs, worker)
+    assert not end.exists()
+    assert not list(end.parent.glob("*.end"))
 
 
 # -- what belongs to a job -------------------------------------------------------------

@@ -135,16 +135,25 @@ class Collector:
     Args:
         limit: bytes that all may take; None is four fifths of what is free.
         judge: has a connection of its own; `make_room` is called on the writer's thread.
+        note_ends: called with all folders that are left, in each round.
 
     Attributes:
         budget: what the stores charge.
     """
 
-    def __init__(self, root: Path, limit: float | None, judge: Judge, outage: Outage) -> None:
+    def __init__(
+        self,
+        root: Path,
+        limit: float | None,
+        judge: Judge,
+        outage: Outage,
+        note_ends: Callable[[Iterable[Folder]], object] = lambda found: None,
+    ) -> None:
         self._root = root
         self._limit = limit
         self._judge = judge
         self._outage = outage
+        self._note_ends = note_ends
         self._busy = threading.Lock()
         self._again_at = 0.0
         self._log = get_log()
@@ -156,6 +165,7 @@ class Collector:
         with self._busy:
             try:
                 removed = collect(self._root, self._judge)
+                self._note_ends(folders(self._root))
             except CheckpointError as error:
                 self._log.warning("checkpoints not collected", error=str(error))
                 return

@@ -20,6 +20,7 @@ from ._collector import Collector, Judge
 from ._decoder import DecodeThread
 from ._housekeeper import Housekeeper
 from ._identity import Identity
+from ._late_ends import LateEnds
 from ._lease import LeaseKeeper
 from ._logging import get_log
 from ._nudges import NudgeListener
@@ -61,12 +62,7 @@ class Rooms:
         )
         self.publisher = self._make_publisher()
         self.decoder = DecodeThread(settings, self.runs, self.publisher, self.writer)
-        self.collector = Collector(
-            settings.checkpoints_dir,
-            settings.disk_budget,
-            Judge(self._connect(), self._keys, identity.reach, self.runs.has),
-            outage,
-        )
+        self.collector = self._make_collector()
         self.lease = self._make_lease_keeper()
         self.housekeeper = self._make_housekeeper()
 
@@ -149,6 +145,17 @@ class Rooms:
             self._outage,
             on_stop=lambda run: self.decoder.wake(),
             on_ended=self._job_ended,
+        )
+
+    def _make_collector(self) -> Collector:
+        client = self._connect()
+        judge = Judge(client, self._keys, self._identity.reach, self.runs.has)
+        return Collector(
+            self._settings.checkpoints_dir,
+            self._settings.disk_budget,
+            judge,
+            self._outage,
+            LateEnds(client, self._keys, judge).note,
         )
 
     def _make_lease_keeper(self) -> LeaseKeeper:
