@@ -5,6 +5,7 @@ The chains of takes and crashes, for every class and model, are in test_cache_ch
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from typing import Any, cast
@@ -299,17 +300,19 @@ def test_a_plain_cache_whose_offset_is_not_its_length_is_refused() -> None:
             rebuild([CacheState("KVCache", meta, state.arrays)], lambda: [mlx_caches.KVCache()])
 
 
+def giving(*caches: Any) -> Callable[[], list[Any]]:
+    return lambda: list(caches)
+
+
 def test_a_quantized_state_takes_the_place_of_a_plain_cache_only() -> None:
     states = snapshot([grown_cache("QuantizedKVCache", [9])])
     [back] = rebuild(states, lambda: [mlx_caches.KVCache()])
     assert (type(back), back.group_size, back.bits) == (mlx_caches.QuantizedKVCache, 32, 4)
     for other in (mlx_caches.RotatingKVCache(8), mlx_caches.QuantizedKVCache(32, 8)):
         with pytest.raises(ResumeMismatch):
-            rebuild(states, lambda made=other: [made])  # type: ignore[misc]
+            rebuild(states, giving(other))
     with pytest.raises(ResumeMismatch):
-        rebuild(
-            snapshot([grown_cache("KVCache", [9])]), lambda: [mlx_caches.QuantizedKVCache(32, 4)]
-        )
+        rebuild(snapshot([grown_cache("KVCache", [9])]), giving(mlx_caches.QuantizedKVCache(32, 4)))
 
 
 def test_lists_of_another_shape_are_refused_and_described() -> None:
@@ -321,7 +324,7 @@ def test_lists_of_another_shape_are_refused_and_described() -> None:
     ]
     for other in made:
         with pytest.raises(ResumeMismatch, match=r"1 CacheList\(ArraysCache, KVCache\)"):
-            rebuild([state], lambda other=other: other)  # type: ignore[misc]
+            rebuild([state], giving(*other))
 
 
 def test_scales_that_do_not_match_their_values_are_refused() -> None:
