@@ -140,6 +140,22 @@ def test_the_later_of_two_records_wins_where_both_cover_a_position(folder: Path)
     assert [read(commit) for commit in stored(log.path)] == expect(log)
 
 
+def test_slices_of_different_positions_may_share_a_blob(folder: Path) -> None:
+    log = SampleLog(folder)
+    run = run_of(4, "plain")
+    blobs = tuple(
+        Blob(
+            "uint16",
+            tuple(Member(0, array, start) for array, start in enumerate(starts)),
+            np.stack([run.slice(0, a, start, start + 2) for a, start in enumerate(starts)]),
+        )
+        for starts in ((0, 2), (2, 0))
+    )
+    log.append(replace(run.delta(0, 1), blobs=blobs))
+    (commit,) = stored(log.path)
+    assert read(commit) == run.image()
+
+
 # -- chains ----------------------------------------------------------------------------
 
 
@@ -472,6 +488,20 @@ def test_records_that_do_not_fit_together_are_refused(
     finally:
         tracemalloc.stop()
     assert caught.value.offset == scanned.spans[offender].record.offset
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_a_part_that_is_missing_is_noticed(folder: Path, number: int) -> None:
+    log = SampleLog(folder)
+    log.commit(run_of(9, "rings"), cuts=[3, 5, 7])
+    records = take_apart(log.path.read_bytes())
+    del records[number]
+    for seq, record in enumerate(records):
+        record.header["seq"] = seq
+    log.path.write_bytes(put_together(records))
+    (commit,) = stored(log.path)
+    with pytest.raises(CheckpointCorrupt, match="are missing"):
+        assemble(commit)
 
 
 def test_spare_room_out_of_proportion_is_refused_before_it_is_allocated(folder: Path) -> None:
