@@ -128,6 +128,7 @@ class Appender:
         self._base: Continued | None = None
         self._needed: set[str] = set()
         self._state_file = 0
+        self._named: set[Path] = set()
         self._commits = 0
         self._superseded: list[_Superseded] | None = None
 
@@ -264,8 +265,14 @@ class Appender:
             return None
         path = self._folder / self._logs[-1].state(self._state_file)
         digest = write_state(
-            self._fs, path, delta.commit.state, seq=log.next_seq, prev=log.mark.digest
+            self._fs,
+            path,
+            delta.commit.state,
+            seq=log.next_seq,
+            prev=log.mark.digest,
+            named=path in self._named,
         )
+        self._named.add(path)
         return StateRef(self._state_file, digest)
 
     # -- removing ----------------------------------------------------------------------

@@ -127,7 +127,13 @@ class LogWriter:
 
 
 def write_state(
-    fs: FileSystem, path: Path, arrays: Sequence[StateArray], *, seq: int, prev: bytes
+    fs: FileSystem,
+    path: Path,
+    arrays: Sequence[StateArray],
+    *,
+    seq: int,
+    prev: bytes,
+    named: bool = False,
 ) -> bytes:
     """Replace what is in a state file, in place, and make it durable.
 
@@ -135,6 +141,7 @@ def write_state(
         path: need not exist.
         seq, prev: of the commit that is about to be appended: the log's ``next_seq`` and
             ``mark.digest``.
+        named: it was written before without an error, so its name is durable.
 
     Returns:
         The digest of its record's header, which the commit names.
@@ -145,14 +152,14 @@ def write_state(
     """
     packed = pack_record(RecordType.STATE, {}, seq=seq, prev=prev, blobs=state_blobs(arrays))
     try:
-        handle, created = fs.open(path), False
+        handle = fs.open(path)
     except FileNotFoundError:
-        handle, created = fs.create(path), True
+        handle, named = fs.create(path), False
     try:
         _overwrite(fs, handle, [pack_head(), *packed.chunks])
     finally:
         fs.close(handle)
-    if created:
+    if not named:
         fs.sync_folder(path.parent)
     return packed.digest
 
