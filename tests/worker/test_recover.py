@@ -24,8 +24,8 @@ from tenuto_client import (
 from tenuto_client._command import main
 from tenuto_engine import CheckpointStore
 from tenuto_worker._checkpoints import engine_tokens
-from tenuto_worker._collector import folders
 from tenuto_worker._identity import reach_of
+from tenuto_worker._judge import folders
 from tenuto_worker._late_ends import LateEnds
 from tenuto_worker._recovery import Recovery
 from tenuto_worker._run import Phase

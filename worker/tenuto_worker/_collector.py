@@ -9,124 +9,19 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from enum import IntEnum
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
-import redis
-
-from tenuto_client import Keys
-from tenuto_engine import (
-    CheckpointError,
-    CheckpointStore,
-    DiskBudget,
-    StoredAttempt,
-    StoredEnd,
-    job_folder,
-    job_ids,
-    stored_attempts,
-)
+from tenuto_engine import CheckpointError, CheckpointStore, DiskBudget, job_folder
 
 from ._errors import RedisAway
+from ._judge import Folder, Judge, Worth, folders, sizes_and_times
 from ._logging import get_log
 from ._redis import Outage
 
-_UNREADABLE_S = 7 * 24 * 3600.0
 _SHARE_OF_FREE = 0.8
 _PAUSE_S = 10.0
 _STEADY = 0.05
-
-
-class Worth(IntEnum):
-    """What a folder is good for; the lowest goes first."""
-
-    NOTHING = 0
-    """Redis says that the job is gone."""
-    RESULT = 1
-    """The job is completed: only `recover` would want it."""
-    RESUME = 2
-    """The job can go on from it; without it, it replays from its prompt."""
-    EVERYTHING = 3
-    """The job runs, or is none of this data set, or nobody can say: it stays."""
-
-
-_WORTH = {
-    None: Worth.NOTHING,
-    b"completed": Worth.RESULT,
-    b"queued": Worth.RESUME,
-    b"failed": Worth.RESUME,
-    b"cancelled": Worth.RESUME,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Folder:
-    """A job's folder as the disk shows it, without a look into its files.
-
-    Attributes:
-        job_id, path: whose it is, and where.
-        nbytes: what its files take.
-        changed_at: when one of them last changed, Unix seconds.
-    """
-
-    job_id: str
-    path: Path
-    nbytes: int
-    changed_at: float
-
-
-class Judge:
-    """Says what folders are worth, by what Redis knows of their jobs.
-
-    Args:
-        reach: id of the data dir that the folders are in.
-        is_running: whether a job runs on this worker.
-    """
-
-    def __init__(
-        self,
-        client: redis.Redis,
-        keys: Keys,
-        reach: str,
-        is_running: Callable[[str], bool] = lambda job: False,
-    ) -> None:
-        self._client = client
-        self._keys = keys
-        self._reach = reach
-        self._is_running = is_running
-
-    def worth(self, folder: Folder) -> Worth:
-        """What it is good for.
-
-        Redis must be the one that the job belonged to, or one in which all jobs of this data dir
-        were put back: it must have the namespace id that stands in the newest checkpoint, as its
-        own or as `collectable`.
-        """
-        meta = newest_meta(folder)
-        if meta is None:
-            return Worth.EVERYTHING
-        # All in one step: another server may answer the next call.
-        with self._client.pipeline(transaction=True) as pipe:
-            pipe.get(self._keys.namespace_id())
-            pipe.sismember(self._keys.collectable(), f"{meta.get('namespace')}@{self._reach}")
-            pipe.hget(self._keys.job(folder.job_id), "state")
-            namespace, is_collectable, state = pipe.execute()
-        is_ours = namespace is not None and namespace.decode() == meta.get("namespace")
-        if not (is_ours or is_collectable) or self._is_running(folder.job_id):
-            return Worth.EVERYTHING
-        return _WORTH.get(state, Worth.EVERYTHING)
-
-    def is_of_use(self, folder: Folder) -> bool:
-        """Whether it has to stay though there is room."""
-        # Reading its files costs more than asking whether Redis has the job.
-        if self._client.exists(self._keys.job(folder.job_id)) or self._is_running(folder.job_id):
-            return True
-        if self.worth(folder) is Worth.NOTHING:
-            return False
-        age = time.time() - folder.changed_at
-        return age < _UNREADABLE_S or newest_meta(folder) is not None
 
 
 class Collector:
@@ -197,12 +92,12 @@ class Collector:
         nbytes -= before - self.budget.measure()
         if nbytes <= 0:
             return nbytes
-        judged = [(self._judge.worth(folder), folder) for folder in folders(self._root)]
-        judged.sort(key=lambda each: (each[0], each[1].changed_at))
-        for worth, folder in judged:
+        guessed = self._judge.guess(list(folders(self._root)))
+        guessed.sort(key=lambda each: (each[0], each[1].changed_at))
+        for worth, folder in guessed:
             if nbytes <= 0 or worth is Worth.EVERYTHING:
                 break
-            # Somebody may have claimed it since.
+            # Its files may say that it is of another data set, and somebody may have claimed it.
             if self._judge.worth(folder) is worth:
                 nbytes -= self._discard(folder, worth)
         return nbytes
@@ -219,7 +114,7 @@ class Collector:
         else:
             log.info("checkpoints removed to make room", state=worth.name.lower(), **facts)
         discard(self._root, folder.job_id)
-        freed = folder.nbytes - sum(_sizes(folder.path))
+        freed = folder.nbytes - _bytes_in(folder.path)
         self.budget.refund(freed)
         return freed
 
@@ -250,29 +145,6 @@ def collect(root: Path, judge: Judge, *, dry_run: bool = False) -> list[str]:
     return removed
 
 
-def folders(root: Path) -> Iterator[Folder]:
-    """The jobs' folders; foreign names are left out.
-
-    Raises:
-        CheckpointError: they cannot be listed.
-    """
-    for name in job_ids(root):
-        path = job_folder(root, name)
-        stats = list(_stats(path))
-        changed_at = max([path.stat().st_mtime if path.exists() else 0.0, *(at for _, at in stats)])
-        yield Folder(name, path, sum(nbytes for nbytes, _ in stats), changed_at)
-
-
-def newest_meta(folder: Folder) -> Mapping[str, Any] | None:
-    """What the newest file that can be read says of its job; None if there is none."""
-    found: list[StoredAttempt | StoredEnd] = [
-        *stored_attempts(folder.path),
-        *CheckpointStore(folder.path).ends(),
-    ]
-    readable = [each for each in found if each.meta is not None]
-    return max(readable, key=lambda each: each.epoch).meta if readable else None
-
-
 def discard(root: Path, job_id: str) -> None:
     """Remove a job's checkpoints. What the disk refuses is logged; the next round tries again."""
     try:
@@ -281,18 +153,5 @@ def discard(root: Path, job_id: str) -> None:
         get_log(job=job_id).warning("checkpoints not removed", error=str(error))
 
 
-def _stats(path: Path) -> Iterator[tuple[int, float]]:
-    try:
-        files = list(path.iterdir())
-    except OSError:
-        return
-    for file in files:
-        try:
-            stat = file.lstat()
-        except OSError:
-            continue
-        yield stat.st_size, stat.st_mtime
-
-
-def _sizes(path: Path) -> Iterable[int]:
-    return (nbytes for nbytes, _ in _stats(path))
+def _bytes_in(path: Path) -> int:
+    return sum(nbytes for nbytes, _ in sizes_and_times(path))

@@ -18,7 +18,7 @@ from tenuto_client import EndEvent, Keys, ProtocolError, Token, unpack_entry
 from tenuto_engine import CheckpointError, CheckpointStore, StoredJob, read_job
 
 from ._checkpoints import engine_tokens
-from ._collector import Folder, Judge, Worth
+from ._judge import Folder, Judge, Worth
 from ._logging import get_log
 from ._meta import JobMeta, UnknownMeta
 from ._remains import files_of

@@ -16,10 +16,11 @@ from tenuto_engine import CheckpointStore, CheckpointWriteError, CheckpointWrite
 from ._announcer import Announcer, Namespace
 from ._checkpoints import Checkpoints, engine_tokens
 from ._claimer import Claimer, Served
-from ._collector import Collector, Judge
+from ._collector import Collector
 from ._decoder import DecodeThread
 from ._housekeeper import Housekeeper
 from ._identity import Identity
+from ._judge import Judge
 from ._late_ends import LateEnds
 from ._lease import LeaseKeeper
 from ._logging import get_log

@@ -154,7 +154,8 @@ def _row(facts: dict[str, Any]) -> str:
 
 
 def _gc(args: argparse.Namespace, settings: Settings) -> int:
-    from tenuto_worker._collector import Judge, collect
+    from tenuto_worker._collector import collect
+    from tenuto_worker._judge import Judge
 
     with _redis(settings) as client:
         judge = Judge(client, Keys(settings.namespace), _reach(settings))
