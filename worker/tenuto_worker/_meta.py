@@ -7,6 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, Self
 
 META_VERSION: Final = 2
+_ALWAYS: Final = (
+    *("v", "id", "model", "tenant", "priority", "spec", "retention", "created_at"),
+    *("max_tokens", "metadata", "started_at", "attempts"),
+)
+RECORDED: Final = (*_ALWAYS, "deadline", "body")
+"""Fields of a job's hash that no attempt changes, or that count attempts; the last two are not
+there in every job."""
 
 
 class UnknownMeta(ValueError):
@@ -22,8 +29,7 @@ class JobMeta:
         job, epoch, model: whose it is.
         fingerprint, geometry: of the engine.
         exactness, exactness_reason: the job's label when the attempt began.
-        fields: those of the job's hash that no attempt changes, or that count attempts; see
-            `Claim.record`.
+        fields: those of `RECORDED` that the job has, as Redis had them.
     """
 
     namespace: str
@@ -51,6 +57,11 @@ class JobMeta:
         if version != META_VERSION:
             raise UnknownMeta(f"written by version {version!r}")
         try:
-            return cls(**{name: meta[name] for name in cls.__dataclass_fields__})
-        except KeyError as error:
-            raise UnknownMeta(f"it says nothing of {error}") from error
+            found = cls(**{name: meta[name] for name in cls.__dataclass_fields__})
+            missing = [name for name in _ALWAYS if not isinstance(found.fields[name], bytes)]
+            float(found.fields["created_at"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise UnknownMeta(f"it is not as it is written: {error!r}") from error
+        if missing or not set(found.fields) <= set(RECORDED):
+            raise UnknownMeta("its fields are not those of a job")
+        return found

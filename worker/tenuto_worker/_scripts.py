@@ -20,6 +20,8 @@ from redis.exceptions import NoScriptError
 
 from tenuto_client import Keys, Token, pack_tokens, script_source, ticket_payload
 
+from ._meta import RECORDED
+
 _NAMES = (
     "claim",
     "bind",
@@ -32,12 +34,6 @@ _NAMES = (
     "expire",
     "mend_tickets",
     "recover",
-)
-
-# What a job's hash has from the start, or counts attempts: all that `recover` needs of it.
-_RECORDED = (
-    *("v", "id", "model", "tenant", "priority", "spec", "retention", "deadline", "body"),
-    *("created_at", "max_tokens", "metadata", "started_at", "attempts"),
 )
 
 T = TypeVar("T")
@@ -425,5 +421,5 @@ def _claim(reply: list[Any]) -> Claim | list[Left]:
         durable=int(fields[b"durable"]),
         namespace=namespace.decode(),
         heirs=frozenset(heir.decode() for heir in heirs),
-        record={name: fields[name.encode()] for name in _RECORDED if name.encode() in fields},
+        record={name: fields[name.encode()] for name in RECORDED if name.encode() in fields},
     )
