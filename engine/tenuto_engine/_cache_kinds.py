@@ -194,7 +194,7 @@ class _Quantized(_Growing):
 
     def check(self, meta: Meta) -> None:
         super().check(meta)
-        require(meta["bits"] in (2, 3, 4, 5, 6, 8), f"there are no {meta['bits']}-bit caches")
+        require(meta["bits"] in (2, 3, 4, 5, 6, 8), "no number has that many bits")
         require(meta["group_size"] in (16, 32, 64, 128), "no group has that size")
 
     def make(self, meta: Meta) -> Any:
@@ -358,15 +358,24 @@ def check_meta(kind: str, meta: Meta) -> None:
         CheckpointError: the kind is unknown, an integer is missing, unknown or out of range,
             or they contradict each other.
     """
-    wanted = entry(kind).names()
+    known = entry(kind)
+    wrong = _first_wrong(meta, known.names())
+    if wrong is not None:
+        raise CheckpointError(f"{kind}: {wrong}")
     try:
-        require(meta.keys() == wanted, f"its integers are {sorted(meta)}, not {sorted(wanted)}")
-        for name, value in meta.items():
-            require(type(value) is int, f"{name} is no integer")
-            require(0 <= value <= LARGEST_INTEGER, f"{name}={value} is out of range")
-        entry(kind).check(meta)
+        known.check(meta)
     except Contradiction as error:
         raise CheckpointError(f"{kind}: {error}") from error
+
+
+def _first_wrong(meta: Meta, wanted: frozenset[str]) -> str | None:
+    # Messages are made only when they are needed: this runs for each layer at each checkpoint.
+    if meta.keys() != wanted:
+        return f"its integers are {sorted(meta)}, not {sorted(wanted)}"
+    for name, value in meta.items():
+        if type(value) is not int or not 0 <= value <= LARGEST_INTEGER:
+            return f"{name}={value!r} is no integer that it can have"
+    return None
 
 
 def _runs(*runs: Held) -> tuple[Held, ...]:
