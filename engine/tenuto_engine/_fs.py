@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 if sys.platform == "darwin":
@@ -78,7 +79,13 @@ class FileSystem:
         """Create ``folder`` and what is missing above it, private to its owner and durable."""
         for missing in reversed([p for p in (folder, *folder.parents) if not p.exists()]):
             missing.mkdir(mode=FOLDER_MODE, exist_ok=True)
-            self.sync_folder(missing.parent)
+            try:
+                self.sync_folder(missing.parent)
+            except OSError:
+                # Or the next call would take it for durable.
+                with suppress(OSError):
+                    missing.rmdir()
+                raise
         if folder.stat().st_mode & 0o777 != FOLDER_MODE:
             folder.chmod(FOLDER_MODE)
 

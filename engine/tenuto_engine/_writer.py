@@ -124,7 +124,9 @@ class CheckpointWriter:
         if taken is None:
             live.defer()
             return False
-        self._put(store, taken.nbytes, lambda: store.write(taken))
+        if not self._put(store, taken.nbytes, lambda: store.write(taken)):
+            live.defer()
+            return False
         return True
 
     def finish(
@@ -134,14 +136,18 @@ class CheckpointWriter:
         tokens: Sequence[Token],
         *,
         keep_caches: bool,
-    ) -> None:
-        """Queue the store's ``finish``. Failing is reported as any other error."""
+    ) -> bool:
+        """Queue the store's ``finish``. Failing is reported as any other error.
+
+        Returns:
+            False if the writer is closed.
+        """
 
         def write() -> bool:
             store.finish(end, tokens, keep_caches=keep_caches)
             return True
 
-        self._put(store, 0, write)
+        return self._put(store, 0, write)
 
     def wait(self, store: CheckpointStore, timeout: float | None = None) -> bool:
         """Wait until all that was accepted of the store is written or has failed.
@@ -179,13 +185,16 @@ class CheckpointWriter:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def _put(self, store: CheckpointStore, nbytes: int, write: Callable[[], bool]) -> None:
+    def _put(self, store: CheckpointStore, nbytes: int, write: Callable[[], bool]) -> bool:
         with self._changed:
+            if self._closed:
+                return False
             job = self._jobs.setdefault(store, _Job())
             job.accepted += 1
             self._items.append(_Item(store, job.accepted, nbytes, write))
             self._pending += nbytes
             self._changed.notify_all()
+            return True
 
     def _has_room(self, store: CheckpointStore) -> bool:
         job = self._jobs.get(store)

@@ -46,6 +46,18 @@ class ShakyDisk(CrashingDisk):
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
         return super().around(name, call)
 
+    def lose_power(self) -> None:
+        super().lose_power()
+        # As the end of the process does.
+        for handle in self._handles:
+            with suppress(OSError):
+                os.close(handle)
+
+    def close(self, handle: int) -> None:
+        super().close(handle)
+        # The number is soon that of another file.
+        del self._handles[handle]
+
     @contextmanager
     def fails(self, name: str, skipped: int = 0) -> Iterator[None]:
         """The call fails after so many more, as do those who make it."""
