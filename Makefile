@@ -32,7 +32,7 @@ help: ## Show this list
 		'Tenuto: long LLM generations that survive everything.' '' \
 		'New here?   make demo      sees a worker killed in mid-sentence, and nothing lost' \
 		'Changing?   make check     then  make test' ''
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@printf '%s\n' '' \
 		'Settings:   PYTHON=python3.12   the Python to build .venv with (3.11 or newer)' \
 		'            CUDA=1              with setup: MLX on an NVIDIA GPU instead of the CPU' \
@@ -68,8 +68,13 @@ format: $(READY) ## Mend what ruff can mend
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: $(READY) ## Tokens a second of the whole path, against bare mlx-lm
+bench: $(READY) ## Tokens a second of the whole path, against bare mlx-lm; then bench-checkpoints
 	$(BIN)/python tests/bench/whole_path.py $(ARGS)
+	$(BIN)/python tests/bench/checkpoints.py $(filter --write --json,$(ARGS))
+
+.PHONY: bench-checkpoints
+bench-checkpoints: $(READY) ## What checkpoints cost, and how quickly they are read back
+	$(BIN)/python tests/bench/checkpoints.py $(ARGS)
 
 .PHONY: compat
 compat: $(CLIENT_VENVS)/oldest/.ready $(CLIENT_VENVS)/newest/.ready ## Test the client alone, without MLX, on the oldest and newest redis-py

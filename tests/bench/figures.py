@@ -7,7 +7,7 @@ import platform
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -90,9 +90,19 @@ class Pair:
 
 def lower_bound(ratios: list[float]) -> float:
     """Of the median, at 95 %, by bootstrap; always the same for the same ratios."""
+    medians = _medians(ratios)
+    return medians[len(medians) // 20]
+
+
+def upper_bound(ratios: list[float]) -> float:
+    """The same from above."""
+    medians = _medians(ratios)
+    return medians[-1 - len(medians) // 20]
+
+
+def _medians(ratios: list[float]) -> list[float]:
     draw = random.Random(1)
-    medians = [statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(5000)]
-    return sorted(medians)[len(medians) // 20]
+    return sorted(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(5000))
 
 
 def summary(
@@ -157,12 +167,24 @@ def write_row(report: Path, facts: dict[str, Any]) -> None:
     Raises:
         ValueError: the report has no such table.
     """
+    write_rows(report, MARK, [_row(facts)], _KIND_COLUMNS)
+
+
+def write_rows(report: Path, mark: str, new: Sequence[Sequence[str]], kind_columns: int) -> None:
+    """Put rows into the table under `mark`, in the place of older ones of the same kinds.
+
+    Args:
+        kind_columns: how many of the first columns say what kind of measurement a row is.
+
+    Raises:
+        ValueError: the report has no such table.
+    """
     lines = report.read_text("utf-8").splitlines()
-    top = lines.index(MARK) + 1
+    top = lines.index(mark) + 1
     end = next((at for at in range(top, len(lines)) if not lines[at].startswith("|")), len(lines))
-    kind = _row(facts)[:_KIND_COLUMNS]
-    rows = [row for row in lines[top + 2 : end] if _cells(row)[:_KIND_COLUMNS] != kind]
-    table = [*lines[top : top + 2], *rows, f"| {' | '.join(_row(facts))} |"]
+    kinds = [list(row[:kind_columns]) for row in new]
+    kept = [row for row in lines[top + 2 : end] if _cells(row)[:kind_columns] not in kinds]
+    table = [*lines[top : top + 2], *kept, *(f"| {' | '.join(row)} |" for row in new)]
     report.write_text("\n".join([*lines[:top], *table, *lines[end:]]) + "\n", "utf-8")
 
 
