@@ -511,6 +511,34 @@ def test_what_no_worker_of_this_version_writes_is_named_and_not_put_back(
     assert not list(jobs.client.scan_iter(f"{jobs.keys.namespace}*"))
 
 
+def test_what_the_stream_did_not_keep_of_an_earlier_attempt_does_not_come_back(
+    jobs: JobQueue, start: Start, say: Say
+) -> None:
+    job = jobs.submit(max_tokens=40)
+    lost = start()
+    lost.claim()
+    for _ in range(3):
+        lost.decode(9)
+        lost.save()
+    jobs.scripts.take_back(job, "host-dir-0")
+    claim = jobs.take(exact_wait_s=0.0)
+    jobs.scripts.publish(claim.fence, story(1, 5))
+    jobs.scripts.release(claim.fence, "drain")
+    heir = start(name="host-dir-1")
+    heir.claim()
+    heir.decode(9)
+    heir.save()
+    heir.publish()
+    tokens = jobs.tokens(job)
+    logs = (heir.settings.checkpoints_dir / job).glob("*.log")
+    assert sorted(int(log.name.partition("-")[0]) for log in logs) == [1, 3]
+    lose_everything(jobs)
+    (line,) = say()[1]
+
+    assert 5 < line["tokens"] <= len(tokens)
+    assert jobs.tokens(job) == tokens[: line["tokens"]]
+
+
 # -- in the middle of it ---------------------------------------------------------------
 
 

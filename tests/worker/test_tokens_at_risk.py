@@ -57,8 +57,9 @@ def test_after_a_cancel_nothing_is_at_risk(jobs: JobQueue, worker: StepWorker) -
     job = jobs.submit()
     worker.claim()
     worker.decode(12)
-    jobs.cancel(job)
     worker.publish()
+    jobs.cancel(job)
+    worker.rooms.lease.renew()
     worker.settle()
 
     assert jobs.state(job) == "cancelled"
@@ -69,6 +70,7 @@ def test_after_a_drain_nothing_is_at_risk(jobs: JobQueue, worker: StepWorker) ->
     job = jobs.submit()
     worker.claim()
     worker.decode(12)
+    worker.publish()
     worker.rooms._stop_all()
     worker.settle()
 
