@@ -504,6 +504,17 @@ def test_a_part_that_is_missing_is_noticed(folder: Path, number: int) -> None:
         assemble(commit)
 
 
+def test_caches_that_hold_more_than_the_commit_covers_are_refused(folder: Path) -> None:
+    log = SampleLog(folder)
+    log.commit(run_of(6, "plain"))
+    delta = run_of(4, "plain").delta(4, 1)
+    assert delta.commit is not None
+    commit = replace(delta.commit, layouts=run_of(6, "plain").layouts())
+    log.append(replace(delta, commit=commit))
+    with pytest.raises(CheckpointCorrupt, match="positions 0 to 6"):
+        assemble(stored(log.path)[-1])
+
+
 def test_spare_room_out_of_proportion_is_refused_before_it_is_allocated(folder: Path) -> None:
     log = SampleLog(folder)
     run = run_of(1, "plain")
