@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+from cache_models import VOCABULARY, CacheModel, cache_model
 from tenuto_engine import Checkpoint, Engine, GenerationOptions, Token
 from tenuto_engine import Sequence as Running
+from tenuto_engine._model import LoadedModel
 
 PROMPT = "hello bana dodo 中文 🌊 mike lora fun times, said the tenor to the viola at noon; why?"
 
@@ -56,6 +59,20 @@ def finish(engine: Engine, sequence: Running) -> Run:
     if sequence.error is not None:
         raise sequence.error
     return Run(tokens, sequence.end_text, sequence.finish_reason)
+
+
+def engine_in_memory(other: Engine, model: CacheModel, *, chunk_size: int = 16) -> Engine:
+    """An engine of a model that has no folder; the tokenizer is that of `other`."""
+    loaded = LoadedModel(
+        path=Path(model),
+        model=cache_model(model),
+        tokenizer=other.tokenizer,
+        config={},
+        vocab_size=VOCABULARY,
+        context_length=4096,
+        eos_token_ids=frozenset(),
+    )
+    return Engine(loaded, slots=1, chunk_size=chunk_size, pipelined=False)
 
 
 def run_with_checkpoints(
