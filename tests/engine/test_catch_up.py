@@ -9,10 +9,10 @@ import pytest
 
 from engine_runs import PROMPT, STYLES, Run, finish, run, run_with_checkpoints
 from tenuto_engine import (
-    Checkpoint,
     Engine,
     GenerationOptions,
     InvalidOption,
+    LiveCheckpoint,
     ResumeMismatch,
     SequenceState,
     Token,
@@ -144,7 +144,7 @@ def test_a_checkpoint_remembers_the_divergences_before_it(llama: Engine) -> None
     whole = run(llama, encode(llama), **OPTIONS)
     other = replace(whole.tokens[4], token=(whole.tokens[4].token + 1) % llama.vocab_size)
     published = (*whole.tokens[:4], other)
-    taken: list[Checkpoint] = []
+    taken: list[LiveCheckpoint] = []
     options = GenerationOptions(
         **OPTIONS,
         published_tokens=published,
@@ -167,7 +167,7 @@ def test_published_tokens_can_be_prefilled_with_the_prompt(
     """The quick road: other bits are possible, but places, text and limits are the same."""
     engine = load_engine(kind)
     whole, _ = run_with_checkpoints(engine, encode(engine), OPTIONS)
-    taken: list[Checkpoint] = []
+    taken: list[LiveCheckpoint] = []
     ids = [*encode(engine), *whole.ids[:30]]
     sequence = engine.add(
         ids,
