@@ -18,11 +18,11 @@ import mlx.core as mx
 from bench.checkpoint_caches import Shape, SyntheticRow, mlx_caches
 from tenuto_engine import CheckpointStore, CheckpointWriter
 
-# A row that has grown by more than this share of its context begins again.
-_GROWTH: Final = 1 / 8
+# Rows stay as near to their context as this share of it; one that has grown beyond begins again.
+_SPAN: Final = 1 / 16
 # Copying everything takes long, so only every so many rounds do it.
 _SELDOM: Final = 4
-# So that no buffer is enlarged at a checkpoint: where rows begin, and what they decode before.
+# So that no buffer is enlarged at a checkpoint: where the first is, and what is decoded before.
 _OFF_BORDER: Final = 100
 _RUN_UP: Final = 50
 
@@ -106,7 +106,8 @@ class _Job:
         self._begin()
 
     def _begin(self) -> None:
-        prompt = max(1, self.context - self._every - _OFF_BORDER - _RUN_UP)
+        first = int((1 - _SPAN) * self.context) + _OFF_BORDER
+        prompt = max(1, first - self._every - _RUN_UP)
         self._row = SyntheticRow(self._kind, self._shape, prompt)
         for _ in range(_RUN_UP):
             self._row.step()
@@ -116,7 +117,7 @@ class _Job:
 
     def checkpoint(self, *, contrast: bool, save: bool) -> None:
         """Decode up to the next checkpoint, take it, and decode one step more."""
-        if self._row.position + self._every > (1 + _GROWTH) * self.context:
+        if self._row.position + self._every > (1 + _SPAN) * self.context:
             self.store.delete()
             self._begin()
         while self._row.position < self._saved + self._every:

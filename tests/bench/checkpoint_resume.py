@@ -44,7 +44,7 @@ class Resumes:
         is_cold: whether the files were dropped from the page cache before each reading.
         finds: listing the folder and scanning all headers.
         loads: reading and checking the newest.
-        rebuilds: from it to a row of the engine.
+        rebuilds: from it to a row of the engine: the caches, and the text of all tokens again.
         disk: reading the same bytes from end to end.
     """
 

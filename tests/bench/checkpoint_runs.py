@@ -179,7 +179,10 @@ class _Side:
         return self._is_over
 
     def end(self) -> None:
-        """Free the row."""
+        """Free the row; after a step that is not counted, since a checkpoint may be before it."""
+        counted = len(self.run.tokens)
+        self._step()
+        del self.run.tokens[counted:]
         with self.run.clock():
             self._engine.close(self._sequence)
 

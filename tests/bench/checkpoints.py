@@ -174,14 +174,14 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--contexts", type=_integers, default=[1024, 8192, 32768], metavar="N,N")
     add("--compared", type=int, default=8192, metavar="N", help="context for mlx-lm (8192)")
     add("--every", type=int, default=256, metavar="N", help="tokens between checkpoints (256)")
-    add("--rounds", type=int, default=24, metavar="N", help="checkpoints at each context (24)")
+    add("--rounds", type=int, default=20, metavar="N", help="checkpoints at each context (20)")
     add("--layers", type=int, default=16, metavar="N", help="of the synthetic caches (16)")
     add("--pairs", type=int, default=10, metavar="N", help="of whole runs (10)")
     add(
         "--runs", type=_run, nargs="+", metavar="HIDDENxLAYERS@CONTEXT:TOKENS",
-        default=[_run("512x6@1024:512"), _run("512x2@32768:256")],
+        default=[_run("512x4@1024:512"), _run("512x2@32768:256")],
         help="whole runs: a random model, where it begins, and how far it goes "
-        "(512x6@1024:512 512x2@32768:256)",
+        "(512x4@1024:512 512x2@32768:256)",
     )  # fmt: skip
     add(
         "--resume-model", type=_size, default=_size("512x6"), metavar="HIDDENxLAYERS",
