@@ -89,9 +89,12 @@ def layouts(caches: Sequence[Any]) -> tuple[Layout, ...]:
 def signature(caches: Sequence[Any]) -> tuple[object, ...]:
     """What stays the same while ``caches`` grow: the classes, the tree they form, their settings.
 
+    Their layouts may be given instead.
+
     Once it differs, positions saved before say nothing about the caches of now.
     """
-    return tuple(signature_of(layout) for layout in layouts(caches))
+    known = (each if isinstance(each, Layout) else layout_of(each) for each in caches)
+    return tuple(signature_of(layout) for layout in known)
 
 
 def bytes_per_position(caches: Sequence[Any]) -> int:
@@ -235,7 +238,13 @@ def _stack_bits(arrays: Sequence[Data]) -> Data:
         return np.stack(cast("Sequence[Bits]", arrays))
     live = cast("list[mx.array]", list(arrays))
     # A stack of one would be a view of the live buffer, so one is stacked with itself.
-    stacked = mx.stack(live) if len(live) > 1 else mx.stack(live * 2)[:1]
+    several = live if len(live) > 1 else live * 2
+    if live[0].ndim:
+        # What mx.stack does, without an operation for each of them.
+        stacked = mx.concatenate(several, axis=0).reshape(len(several), *live[0].shape)
+    else:
+        stacked = mx.stack(several)
+    stacked = stacked[: len(live)]
     return stacked.view(mx.uint16) if stacked.dtype == mx.bfloat16 else stacked
 
 

@@ -8,9 +8,9 @@ from typing import Any, Protocol, Self
 
 import mlx.core as mx
 
-from tenuto_engine._caches import CacheState, bytes_per_position, layouts, signature, snapshot, take
+from tenuto_engine._caches import CacheState, bytes_per_position, snapshot, take
 from tenuto_engine._checkpoint import Checkpoint, Origin
-from tenuto_engine._delta import Commit, Delta
+from tenuto_engine._delta import Commit, Delta, Layout
 from tenuto_engine._errors import CheckpointError
 from tenuto_engine._sequence import Drawn
 from tenuto_engine._token import Token
@@ -191,11 +191,18 @@ class LiveCheckpoint:
 
 
 def take_delta(
-    moment: Moment, *, generation: int, start: int, first: int, limit: int | None
+    moment: Moment,
+    described: tuple[Layout, ...],
+    *,
+    generation: int,
+    start: int,
+    first: int,
+    limit: int | None,
 ) -> Delta:
     """Copy what is new at `moment` into private memory; on the thread that owns the caches.
 
     Args:
+        described: the layouts of its caches.
         generation: what to call it.
         start: the position after those that earlier deltas of the generation have.
         first: index of the first token that earlier commits of the lineage lack.
@@ -221,15 +228,10 @@ def take_delta(
             pending_top_logprobs=pending.top_logprobs if pending else (),
             divergences=moment.divergences,
             first_divergence=moment.first_divergence,
-            layouts=layouts(moment.caches),
+            layouts=described,
             state=state,
         )
     return Delta(generation, start, stop, blobs, commit)
-
-
-def signature_of(moment: Moment) -> tuple[object, ...]:
-    """What must stay as it is for deltas to add up."""
-    return signature(moment.caches)
 
 
 def as_live(checkpoint: Checkpoint | LiveCheckpoint) -> LiveCheckpoint:

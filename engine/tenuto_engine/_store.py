@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from tenuto_engine._appender import Appender, Beginning, Budget, Left
+from tenuto_engine._caches import layouts, signature
 from tenuto_engine._checkpoint import Checkpoint, Origin
 from tenuto_engine._delta import Delta
 from tenuto_engine._errors import CheckpointWriteError, InvalidOption
@@ -32,7 +33,7 @@ from tenuto_engine._inventory import (
     stored_ends,
 )
 from tenuto_engine._inventory import newest_valid as newest_valid_of
-from tenuto_engine._live import LiveCheckpoint, Moment, as_live, signature_of, take_delta
+from tenuto_engine._live import LiveCheckpoint, Moment, as_live, take_delta
 from tenuto_engine._log import NONCE
 from tenuto_engine._token import Token
 
@@ -181,9 +182,11 @@ class CheckpointStore:
                 return None
             if moment.lineage is not self._lineage:
                 self._begin(moment)
-            before, base = self._accepted, self._base(moment)
+            described = layouts(moment.caches)
+            before, base = self._accepted, self._base(moment, signature(described))
             delta = take_delta(
                 moment,
+                described,
                 generation=base.generation,
                 start=base.position,
                 first=base.first,
@@ -213,14 +216,14 @@ class CheckpointStore:
     def _own(self, origin: Origin | None) -> Origin | None:
         return origin if origin is not None and origin.folder == self.folder else None
 
-    def _base(self, moment: Moment) -> _Mark:
-        base, signature = self._accepted, signature_of(moment)
-        extends = base.signature in (None, signature) and base.position <= moment.position
+    def _base(self, moment: Moment, now: tuple[object, ...]) -> _Mark:
+        base = self._accepted
+        extends = base.signature in (None, now) and base.position <= moment.position
         if extends:
-            return replace(base, signature=signature)
+            return replace(base, signature=now)
         # The caches changed their class, or went back: what was saved of them is void.
         first = min(base.first, moment.generated + 1)
-        return _Mark(0, first, base.generation + 1, signature)
+        return _Mark(0, first, base.generation + 1, now)
 
     # -- on the writer's thread --------------------------------------------------------
 
