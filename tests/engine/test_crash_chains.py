@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from cache_models import CacheModel
@@ -188,6 +188,8 @@ def test_any_chain_of_crashes_gives_the_undisturbed_run(
         derandomize=True,
         database=None,
         deadline=None,
+        # Shrinking a chain takes minutes; those that are drawn are short.
+        phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )
     @given(st.lists(attempts, min_size=2, max_size=4), st.sampled_from(sorted(STYLES)))
