@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -12,6 +13,8 @@ from typing import TypeVar
 from tenuto_engine._fs import FileSystem
 
 T = TypeVar("T")
+
+_PATIENCE = 20.0
 
 
 class PowerCut(BaseException):
@@ -60,6 +63,36 @@ class WatchedDisk(FileSystem):
 
     def remove_folder(self, folder: Path) -> None:
         self.around("remove_folder", lambda: super(WatchedDisk, self).remove_folder(folder))
+
+
+class Gate(FileSystem):
+    """A disk whose writes and syncs hang while it is shut."""
+
+    def __init__(self) -> None:
+        self.reached = threading.Event()
+        self.failing = False
+        self._opened = threading.Event()
+
+    def open_up(self) -> None:
+        self._opened.set()
+
+    def shut(self) -> None:
+        self.reached.clear()
+        self._opened.clear()
+
+    def write_at(self, handle: int, data: bytes | memoryview, offset: int) -> None:
+        self._pass()
+        super().write_at(handle, data, offset)
+
+    def sync(self, handle: int) -> None:
+        self._pass()
+        super().sync(handle)
+
+    def _pass(self) -> None:
+        self.reached.set()
+        assert self._opened.wait(_PATIENCE)
+        if self.failing:
+            raise OSError(errno.ENOSPC, "No space left on device")
 
 
 class FailingDisk(WatchedDisk):

@@ -234,9 +234,7 @@ def test_a_resumed_row_adds_to_the_log_it_came_from_and_one_that_replays_writes_
     assert image(newest(folder))[2] == tuple(whole.tokens[:-1])
 
 
-def test_two_rows_that_run_at_once_are_saved_apart(
-    load_engine: LoadEngine, folder: Path
-) -> None:
+def test_two_rows_that_run_at_once_are_saved_apart(load_engine: LoadEngine, folder: Path) -> None:
     engine = load_engine("llama", slots=2)
     stores = [CheckpointStore(folder.parent / name) for name in ("j1", "j2")]
     prompts = [prompt_of(engine), prompt_of(engine)[::-1]]

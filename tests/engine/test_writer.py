@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import errno
 import gc
-import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from disks import FailingDisk
-from engine_runs import PROMPT, STYLES, finish, run
+from disks import FailingDisk, Gate
 from log_samples import image
 from sample_rows import (
     SampleRow,
@@ -28,48 +26,12 @@ from tenuto_engine import (
     CheckpointStore,
     CheckpointWriter,
     Durable,
-    Engine,
-    GenerationOptions,
-    LiveCheckpoint,
-    Token,
-    resume_options,
 )
 from tenuto_engine._errors import CheckpointWriteError
-from tenuto_engine._fs import FileSystem
 from tenuto_engine._log import LogFile
 
 PATIENCE = 20.0
 SOON = 0.01
-
-
-class Gate(FileSystem):
-    """A disk whose writes and syncs hang while it is shut."""
-
-    def __init__(self) -> None:
-        self.reached = threading.Event()
-        self.failing = False
-        self._opened = threading.Event()
-
-    def open_up(self) -> None:
-        self._opened.set()
-
-    def shut(self) -> None:
-        self.reached.clear()
-        self._opened.clear()
-
-    def write_at(self, handle: int, data: bytes | memoryview, offset: int) -> None:
-        self._pass()
-        super().write_at(handle, data, offset)
-
-    def sync(self, handle: int) -> None:
-        self._pass()
-        super().sync(handle)
-
-    def _pass(self) -> None:
-        self.reached.set()
-        assert self._opened.wait(PATIENCE)
-        if self.failing:
-            raise OSError(errno.ENOSPC, "No space left on device")
 
 
 class Log:
@@ -474,71 +436,3 @@ def test_nothing_of_a_finished_job_is_kept_in_memory(
     gc.collect()
     assert kept() is None
     assert taken() is None
-
-
-# -- with an engine --------------------------------------------------------------------
-
-
-def submitting(
-    writer: CheckpointWriter, store: CheckpointStore
-) -> Callable[[LiveCheckpoint], object]:
-    return lambda live: writer.submit(store, live)
-
-
-def test_tokens_flow_while_the_disk_hangs_and_all_becomes_durable_afterwards(
-    folder: Path, writer: CheckpointWriter, gate: Gate, llama: Engine
-) -> None:
-    prompt = llama.encode_prompt(PROMPT, raw=True)
-    options = STYLES["sampled"] | {"max_tokens": 300}
-    undisturbed = run(llama, prompt, **options)
-    store = sample_store(folder, fs=gate, meta={})
-    sequence = llama.add(
-        prompt,
-        GenerationOptions(
-            **options, checkpoint_every_tokens=2, on_decode_checkpoint=submitting(writer, store)
-        ),
-    )
-    most = 0
-    tokens: list[Token] = []
-    while len(tokens) < 200:
-        tokens += [event.token for event in llama.step()]
-        most = max(most, writer.pending_bytes)
-    # What began as the prompt was read, and one delta behind it.
-    per_token = 3 * 2 * 2 * 16 * 4
-    assert most <= (len(prompt) + 8) * per_token
-    assert store.durable == Durable()
-    assert gate.reached.is_set()
-    gate.open_up()
-    assert writer.flush(PATIENCE)
-    while len(tokens) < 250:
-        tokens += [event.token for event in llama.step()]
-    llama.checkpoint_to(sequence, lambda live: writer.submit(store, live, final=True))
-    llama.close(sequence)
-    assert writer.flush(PATIENCE)
-    saved = newest(folder)
-    assert saved.generated_tokens >= 249
-    assert list(saved.generated) == undisturbed.tokens[: saved.generated_tokens]
-    resumed = resume_options(saved, GenerationOptions(**options), tokens)
-    rest = finish(llama, llama.add(*resumed))
-    assert tokens + rest.tokens == undisturbed.tokens
-    assert (rest.end_text, rest.finish_reason) == undisturbed[1:]
-
-
-def test_a_dead_disk_costs_a_row_next_to_nothing(
-    folder: Path, writer: CheckpointWriter, log: Log, llama: Engine
-) -> None:
-    prompt = llama.encode_prompt(PROMPT, raw=True)
-    disk = FailingDisk("write_at", "create")
-    store = sample_store(folder, fs=disk, meta={}, retry_seconds=60.0)
-    calls = []
-
-    def submit(live: LiveCheckpoint) -> None:
-        calls.append(writer.submit(store, live))
-
-    options = STYLES["greedy"] | {"max_tokens": 100, "checkpoint_every_tokens": 1}
-    run(llama, prompt, **options, on_decode_checkpoint=submit)
-    assert writer.flush(PATIENCE)
-    assert len(calls) == 100
-    assert sum(calls) <= 2
-    assert len(log.errors) == 1
-    assert writer.pending_bytes == 0
