@@ -16,7 +16,6 @@ from tenuto_engine._checkpoint import Checkpoint
 from tenuto_engine._fs import FileSystem
 from tenuto_engine._token import Token
 
-
 RING = 6
 
 

@@ -162,17 +162,24 @@ def leaves(caches: Sequence[Any]) -> Iterator[Leaf]:
         yield leaf_of(cache)
 
 
-def leaf_of(cache: Any) -> Leaf:
+def described_leaves(caches: Sequence[Any], described: Sequence[Layout]) -> Iterator[Leaf]:
+    """The same of caches whose layouts are known."""
+    metas = (leaf.meta for layout in described for leaf in layout.leaves())
+    for cache, meta in zip(leaf_caches(caches), metas, strict=True):
+        yield leaf_of(cache, meta)
+
+
+def leaf_of(cache: Any, meta: Mapping[str, int] | None = None) -> Leaf:
     """What there is to read of a cache that has no others inside."""
-    return _saved_leaf(cache) if isinstance(cache, CacheState) else _live_leaf(cache)
+    return _saved_leaf(cache) if isinstance(cache, CacheState) else _live_leaf(cache, meta)
 
 
-def _live_leaf(cache: Any) -> Leaf:
+def _live_leaf(cache: Any, meta: Mapping[str, int] | None) -> Leaf:
     kind = kind_name(cache)
     read = entry(kind)
     buffers = tuple(TypedArray(dtype_name(array), array) for array in read.buffers(cache))
     state = {name: TypedArray(dtype_name(a), a) for name, a in read.state(cache).items()}
-    return Leaf(kind, read.meta(cache), buffers, state)
+    return Leaf(kind, read.meta(cache) if meta is None else meta, buffers, state)
 
 
 def _saved_leaf(saved: CacheState) -> Leaf:
@@ -200,4 +207,10 @@ def _class(cache: Any) -> str:
 
 def dtype_name(array: mx.array) -> str:
     """The mlx name of its dtype, a key of ``HOST_DTYPES``."""
-    return str(array.dtype).removeprefix("mlx.core.")
+    known = _DTYPE_NAMES.get(array.dtype)
+    return str(array.dtype).removeprefix("mlx.core.") if known is None else known
+
+
+_DTYPE_NAMES: Final[Mapping[mx.Dtype, str]] = {
+    cast(mx.Dtype, getattr(mx, "bool_" if name == "bool" else name)): name for name in HOST_DTYPES
+}

@@ -37,6 +37,7 @@ from tenuto_engine._cache_tree import (
     TypedArray,
     children,
     describe,
+    described_leaves,
     kind_name,
     layout_of,
     leaf_caches,
@@ -104,7 +105,12 @@ def bytes_per_position(caches: Sequence[Any]) -> int:
 
 
 def take(
-    caches: Sequence[Any], start: int, stop: int, *, state: bool
+    caches: Sequence[Any],
+    start: int,
+    stop: int,
+    *,
+    state: bool,
+    described: Sequence[Layout] | None = None,
 ) -> tuple[tuple[Blob, ...], tuple[StateArray, ...]]:
     """Copy positions ``start..stop``, as far as they are still held, and maybe the state arrays.
 
@@ -116,8 +122,9 @@ def take(
         caches: live caches, or ``CacheState``, one a layer.
         start, stop: absolute positions; ``stop`` may lie below the offset.
         state: whether the state arrays are taken too.
+        described: their layouts, if they are known already.
     """
-    read = list(leaves(caches))
+    read = list(leaves(caches) if described is None else described_leaves(caches, described))
     groups: dict[tuple[str, object, object], list[tuple[Member, Data]]] = defaultdict(list)
     for number, leaf in enumerate(read):
         # Leaves that forget alike stay together, so that a reader can pass over what a ring

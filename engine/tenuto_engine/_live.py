@@ -8,7 +8,7 @@ from typing import Any, Protocol, Self
 
 import mlx.core as mx
 
-from tenuto_engine._caches import CacheState, bytes_per_position, snapshot, take
+from tenuto_engine._caches import CacheState, snapshot, take
 from tenuto_engine._checkpoint import Checkpoint, Origin
 from tenuto_engine._delta import Commit, Delta, Layout
 from tenuto_engine._errors import CheckpointError
@@ -206,13 +206,13 @@ def take_delta(
         generation: what to call it.
         start: the position after those that earlier deltas of the generation have.
         first: index of the first token that earlier commits of the lineage lack.
-        limit: most bytes of positions to copy. If there are more it is a part, not a commit.
+        limit: most positions to copy. If there are more it is a part, not a commit.
     """
     stop = moment.position
-    if limit is not None and (each := bytes_per_position(moment.caches)):
-        stop = min(stop, start + max(1, limit // each))
+    if limit is not None:
+        stop = min(stop, start + max(1, limit))
     is_commit = stop == moment.position
-    blobs, state = take(moment.caches, start, stop, state=is_commit)
+    blobs, state = take(moment.caches, start, stop, state=is_commit, described=described)
     pending = None
     data = [*(blob.data for blob in blobs), *(array.data for array in state)]
     mx.eval([each for each in data if isinstance(each, mx.array)])

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from tenuto_engine._appender import Appender, Beginning, Budget, Left
-from tenuto_engine._caches import layouts, signature
+from tenuto_engine._caches import bytes_per_position, layouts, signature
 from tenuto_engine._checkpoint import Checkpoint, Origin
 from tenuto_engine._delta import Delta
 from tenuto_engine._errors import CheckpointWriteError, InvalidOption
@@ -151,6 +151,7 @@ class CheckpointStore:
             self._fs, folder, epoch=epoch, nonce=self.nonce, meta=dict(meta or {}), budget=budget
         )
         self._lineage: object = None
+        self._position_bytes: tuple[object, int] = (None, 0)
         self._beginning: Beginning | None = None
         self._turn = 0
         self._accepted = self._written = self._committed = _Mark()
@@ -190,7 +191,7 @@ class CheckpointStore:
                 generation=base.generation,
                 start=base.position,
                 first=base.first,
-                limit=None if final else self._part_bytes,
+                limit=None if final else self._part_positions(moment, base),
             )
             first = moment.generated + 1 if delta.commit else base.first
             live.deferred = delta.commit is None
@@ -215,6 +216,14 @@ class CheckpointStore:
 
     def _own(self, origin: Origin | None) -> Origin | None:
         return origin if origin is not None and origin.folder == self.folder else None
+
+    def _part_positions(self, moment: Moment, base: _Mark) -> int | None:
+        """How many positions a part may have; None if they take no room."""
+        signature, each = self._position_bytes
+        if signature != base.signature or not each:
+            each = bytes_per_position(moment.caches)
+            self._position_bytes = (base.signature, each)
+        return self._part_bytes // each if each else None
 
     def _base(self, moment: Moment, now: tuple[object, ...]) -> _Mark:
         base = self._accepted
