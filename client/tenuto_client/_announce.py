@@ -52,6 +52,9 @@ class WorkerInfo:
         data_dir: the id of the folder that holds its checkpoints.
         tokens_at_risk: published tokens of its running jobs that no durable checkpoint covers;
             None of a worker that does not tell.
+        checkpoint_bytes: what the checkpoints of its data dir take; None of a worker that does
+            not tell. Of one that does, `checkpoint_budget` is what they may take (`--disk-budget`),
+            None without a limit.
     """
 
     name: str
@@ -66,13 +69,19 @@ class WorkerInfo:
     data_dir: str = ""
     version: str = ""
     tokens_at_risk: int | None = None
+    checkpoint_bytes: int | None = None
+    checkpoint_budget: int | None = None
+
+
+_OPTIONAL: Final = ("tokens_at_risk", "checkpoint_bytes", "checkpoint_budget")
 
 
 def pack_announcement(info: ModelInfo | WorkerInfo) -> bytes:
     """The value under which `info.name` is the field."""
     body = {each.name: getattr(info, each.name) for each in fields(info) if each.name != "name"}
-    if body.get("tokens_at_risk", 0) is None:
-        del body["tokens_at_risk"]
+    for name in _OPTIONAL:
+        if body.get(name, 0) is None:
+            del body[name]
     packed: bytes = msgpack.packb({"v": VERSION, **body})
     return packed
 

@@ -126,9 +126,10 @@ def test_announcements() -> None:
 
 
 def test_an_announcement_may_say_more_than_the_first_ones_did() -> None:
-    more = replace(WORKER, tokens_at_risk=12)
+    more = replace(WORKER, tokens_at_risk=12, checkpoint_bytes=5, checkpoint_budget=2**40)
     assert unpack_worker("w", pack_announcement(more)) == more
-    assert unpack_worker("w", bytes.fromhex(WORKER_BYTES)).tokens_at_risk is None
+    old = unpack_worker("w", bytes.fromhex(WORKER_BYTES))
+    assert (old.tokens_at_risk, old.checkpoint_bytes, old.checkpoint_budget) == (None,) * 3
 
 
 def test_events() -> None:

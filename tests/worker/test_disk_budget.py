@@ -238,12 +238,41 @@ def test_by_default_four_fifths_of_the_free_disk_may_be_used(
     assert budget.limit == pytest.approx(budget.used() + 0.8 * free, rel=0.1)
 
 
-def test_doctor_names_budget_and_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# -- doctor ----------------------------------------------------------------------------
+
+
+def test_without_a_worker_doctor_says_what_would_hold_by_default(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "checkpoints").mkdir()
-    monkeypatch.setenv("TENUTO_DISK_BUDGET", "3GiB")
     settings = Settings.load(data_dir=tmp_path)
-    found = {finding.subject: finding for finding in check(settings)}
-    assert "0 MiB of a budget of 3.0 GiB in " in found["checkpoints"].says
+    assert _budgets(settings)[0].startswith("no worker runs; by default one would have ")
+    monkeypatch.setenv("TENUTO_DISK_BUDGET", "3GiB")
+    assert _budgets(settings) == [
+        "no worker runs; by TENUTO_DISK_BUDGET one would have 3.0 GiB; 0 MiB taken"
+    ]
     monkeypatch.setenv("TENUTO_DISK_BUDGET", "plenty")
-    found = {finding.subject: finding for finding in check(settings)}
-    assert "'plenty' is not a size" in found["checkpoints"].says
+    assert "'plenty' is not a size" in _budgets(settings)[0]
+
+
+def test_doctor_says_what_each_worker_of_the_data_dir_announced(
+    jobs: JobQueue, worker: StepWorker, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data_dir = worker.settings.data_dir
+    worker.settings.checkpoints_dir.mkdir(exist_ok=True)
+    (data_dir / "id").write_text("dir")
+    settings = Settings.load(redis_url=redis_url, namespace=jobs.keys.namespace, data_dir=data_dir)
+    # Its own environment says nothing of what a worker was started with.
+    monkeypatch.setenv("TENUTO_DISK_BUDGET", "3GiB")
+    worker.rooms.collector.budget.limit = 5 * 2**30
+    worker.rooms.housekeeper.chores()
+    assert _budgets(settings) == ["host-dir-0: 0 MiB of 5.0 GiB taken"]
+    worker.rooms.collector.budget.limit = None
+    worker.rooms.housekeeper.chores()
+    assert _budgets(settings) == ["host-dir-0: 0 MiB taken, no limit (--disk-budget none)"]
+    (data_dir / "id").write_text("another")
+    assert _budgets(settings)[0].startswith("no worker runs; by TENUTO_DISK_BUDGET ")
+
+
+def _budgets(settings: Settings) -> list[str]:
+    return [each.says for each in check(settings) if each.subject == "disk budget"]

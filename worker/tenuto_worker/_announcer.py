@@ -26,7 +26,7 @@ from ._run import Runs
 from ._settings import WorkerSettings
 
 if TYPE_CHECKING:
-    from tenuto_engine import Engine
+    from tenuto_engine import DiskBudget, Engine
 
 _FORGET_S = 24 * 3600.0
 
@@ -64,9 +64,11 @@ class Announcer:
         identity: Identity,
         runs: Runs,
         namespace: Namespace,
+        budget: DiskBudget,
     ) -> None:
         self._client = client
         self._keys = keys
+        self._budget = budget
         self._settings = settings
         self._identity = identity
         self._runs = runs
@@ -127,6 +129,8 @@ class Announcer:
             data_dir=self._identity.reach,
             version=version("tenuto-worker"),
             tokens_at_risk=sum(run.at_risk for run in self._runs.all()),
+            checkpoint_bytes=self._budget.used(),
+            checkpoint_budget=self._budget.limit,
         )
 
     def _forget(self, workers: Mapping[bytes, bytes], now: float) -> None:

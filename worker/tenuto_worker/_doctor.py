@@ -10,6 +10,8 @@ from pathlib import Path
 
 from tenuto_client import Finding, Level, Settings
 
+from ._disk_room import check_budget, size
+
 _LITTLE_DISK = 2 * 2**30
 
 
@@ -17,7 +19,7 @@ def check(settings: Settings) -> Iterator[Finding]:
     """Look at what a worker on this machine would need."""
     yield _device()
     yield from _models(os.environ.get("TENUTO_MODEL", "").split())
-    yield from _disk(settings.data_dir)
+    yield from _disk(settings)
 
 
 def _device() -> Finding:
@@ -61,8 +63,8 @@ def _models(given: list[str]) -> Iterator[Finding]:
             )
 
 
-def _disk(data_dir: Path) -> Iterator[Finding]:
-    root = data_dir / "checkpoints"
+def _disk(settings: Settings) -> Iterator[Finding]:
+    root = settings.data_dir / "checkpoints"
     if not root.is_dir():
         return
     if not os.access(root, os.W_OK | os.X_OK):
@@ -72,16 +74,11 @@ def _disk(data_dir: Path) -> Iterator[Finding]:
         return
     from tenuto_engine import list_jobs
 
-    try:
-        budget = _budget(root)
-    except ValueError as error:
-        yield Finding(Level.PROBLEM, "checkpoints", f"{error}", "mend TENUTO_DISK_BUDGET")
-        return
     jobs = list_jobs(root)
     used = sum(job.nbytes for job in jobs)
     free = shutil.disk_usage(root).free
     count = "1 job" if len(jobs) == 1 else f"{len(jobs) or 'no'} jobs"
-    says = f"{count}, {_size(used)} of {budget} in {root}, {_size(free)} free"
+    says = f"{count}, {size(used)} in {root}, {size(free)} free"
     damaged = sum(stored.damage is not None for job in jobs for stored in job.checkpoints)
     if damaged:
         says = f"{says}; damaged: {damaged}"
@@ -93,19 +90,4 @@ def _disk(data_dir: Path) -> Iterator[Finding]:
     else:
         # With none, a full disk is the finding of the data dir alone.
         yield Finding(Level.OK, "checkpoints", says)
-
-
-def _budget(root: Path) -> str:
-    """What all checkpoints may take, in words. Raises ValueError."""
-    from tenuto_engine import DiskBudget
-
-    from ._collector import limit_of
-    from ._settings import size
-
-    given = os.environ.get("TENUTO_DISK_BUDGET")
-    limit = limit_of(size(given) if given else None, root, DiskBudget(root).used())
-    return "no budget" if limit is None else f"a budget of {_size(limit)}"
-
-
-def _size(count: float) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+    yield from check_budget(settings)

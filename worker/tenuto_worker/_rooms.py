@@ -54,8 +54,15 @@ class Rooms:
         self.runs.on_gone = lambda run: self.claimer.poke()
         self._client = self._connect()
         self._namespace = Namespace(self._client, self._keys, secrets.token_hex(8))
+        self.collector = self._make_collector()
         self._announcer = Announcer(
-            self._client, self._keys, settings, identity, self.runs, self._namespace
+            self._client,
+            self._keys,
+            settings,
+            identity,
+            self.runs,
+            self._namespace,
+            self.collector.budget,
         )
         self.writer = CheckpointWriter(
             on_saved=self._checkpoint_saved,
@@ -63,7 +70,6 @@ class Rooms:
         )
         self.publisher = self._make_publisher()
         self.decoder = DecodeThread(settings, self.runs, self.publisher, self.writer)
-        self.collector = self._make_collector()
         self.lease = self._make_lease_keeper()
         self.housekeeper = self._make_housekeeper()
 
