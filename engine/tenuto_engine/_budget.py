@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tenuto_engine._errors import CheckpointWriteError
+from tenuto_engine._fs import StrPath
 
 MakeRoom = Callable[[int], object]
 
@@ -27,9 +28,9 @@ class DiskBudget:
     """
 
     def __init__(
-        self, root: Path, limit: int | None = None, make_room: MakeRoom | None = None
+        self, root: StrPath, limit: int | None = None, make_room: MakeRoom | None = None
     ) -> None:
-        self.root = root
+        self.root = Path(root)
         self.limit = limit
         self.make_room = make_room
         self._lock = threading.Lock()

@@ -23,6 +23,7 @@ from tenuto_engine._decode import (
     take_published,
 )
 from tenuto_engine._errors import InvalidOption
+from tenuto_engine._fs import StrPath
 from tenuto_engine._generation import Generation
 from tenuto_engine._geometry import Geometry, geometry_of
 from tenuto_engine._live import LiveCheckpoint
@@ -68,12 +69,12 @@ class Engine:
     @classmethod
     def load(
         cls,
-        path_or_repo: str | Path,
+        path_or_repo: StrPath,
         *,
         slots: int = 1,
         chunk_size: int | None = None,
         pipelined: bool | None = None,
-        hash_cache: Path | None = None,
+        hash_cache: StrPath | None = None,
     ) -> Engine:
         """Load a model folder, or a Hugging Face repository by name.
 
@@ -103,7 +104,7 @@ class Engine:
             slots=slots,
             chunk_size=chunk,
             pipelined=True if pipelined is None and on_gpu else pipelined,
-            hash_cache=hash_cache,
+            hash_cache=None if hash_cache is None else Path(hash_cache),
         )
 
     @property

@@ -11,6 +11,8 @@ from pathlib import Path
 if sys.platform == "darwin":
     from fcntl import F_FULLFSYNC, fcntl
 
+StrPath = str | os.PathLike[str]
+
 FILE_MODE = 0o600
 FOLDER_MODE = 0o700
 # macOS refuses to write 2 GiB or more in one call.

@@ -17,7 +17,7 @@ from tenuto_engine._caches import signature
 from tenuto_engine._chain import StoredCommit, commits
 from tenuto_engine._checkpoint import Checkpoint
 from tenuto_engine._errors import CheckpointCorrupt, CheckpointError, InvalidOption
-from tenuto_engine._fs import FileSystem
+from tenuto_engine._fs import FileSystem, StrPath
 from tenuto_engine._log import Attempt, LogFile, read_end
 from tenuto_engine._token import Token
 
@@ -236,12 +236,13 @@ def stored_ends(folder: Path) -> list[StoredEnd]:
     return sorted(ends, key=lambda each: (each.epoch, each.ended_at), reverse=True)
 
 
-def stored_attempts(folder: Path) -> list[StoredAttempt]:
+def stored_attempts(folder: StrPath) -> list[StoredAttempt]:
     """The logs in a job's folder, the latest epoch first. Only headers are read.
 
     Raises:
         CheckpointError: the folder cannot be listed.
     """
+    folder = Path(folder)
     named = [(name, Attempt.of_file(name)) for name in listed(folder)]
     found = [
         _attempt(folder / name, attempt)
@@ -397,42 +398,43 @@ def _report(error: CheckpointCorrupt, on_corrupt: OnCorrupt | None) -> None:
 # -- all jobs --------------------------------------------------------------------------
 
 
-def check_job_id(job_id: str) -> None:
-    """Raise ``InvalidOption`` unless ``job_id`` is 1 to 64 of ``[A-Za-z0-9_-]``."""
+def check_job_id(job_id: str, field: str = "job_id") -> None:
+    """Raise ``InvalidOption`` of `field` unless the id is 1 to 64 of ``[A-Za-z0-9_-]``."""
     if not JOB_ID.fullmatch(job_id):
-        raise InvalidOption("job_id", f"{job_id!r} is not 1 to 64 of [A-Za-z0-9_-]")
+        raise InvalidOption(field, f"the name {job_id!r} is not 1 to 64 of [A-Za-z0-9_-]")
 
 
-def job_folder(root: Path, job_id: str) -> Path:
+def job_folder(root: StrPath, job_id: str) -> Path:
     """Where the job's checkpoints are.
 
     Raises:
         InvalidOption: the id is not one of ours, and might lead out of ``root``.
     """
     check_job_id(job_id)
-    return root / job_id
+    return Path(root) / job_id
 
 
-def job_ids(root: Path) -> list[str]:
+def job_ids(root: StrPath) -> list[str]:
     """The jobs that have a folder under ``root``, in order. Foreign names are left out.
 
     Raises:
         CheckpointError: ``root`` cannot be listed.
     """
     try:
-        return sorted(entry.name for entry in root.iterdir() if _is_job_folder(entry))
+        return sorted(entry.name for entry in Path(root).iterdir() if _is_job_folder(entry))
     except FileNotFoundError:
         return []
     except OSError as error:
         raise CheckpointError(f"{root}: cannot be listed: {error.strerror}") from error
 
 
-def read_job(folder: Path) -> StoredJob:
+def read_job(folder: StrPath) -> StoredJob:
     """What a job's folder holds.
 
     Raises:
         CheckpointError: it cannot be listed.
     """
+    folder = Path(folder)
     return StoredJob(
         folder.name,
         folder,
@@ -443,13 +445,13 @@ def read_job(folder: Path) -> StoredJob:
     )
 
 
-def list_jobs(root: Path) -> list[StoredJob]:
+def list_jobs(root: StrPath) -> list[StoredJob]:
     """The jobs that have a folder under ``root``, by id. Foreign names are left out.
 
     Raises:
         CheckpointError: a folder cannot be listed.
     """
-    return [read_job(root / job_id) for job_id in job_ids(root)]
+    return [read_job(Path(root) / job_id) for job_id in job_ids(root)]
 
 
 def _is_job_folder(entry: Path) -> bool:

@@ -16,6 +16,7 @@ from mlx_lm.utils import load_model, load_tokenizer
 
 from tenuto_engine._caches import check_supported
 from tenuto_engine._errors import ModelLoadError, UnsupportedCache
+from tenuto_engine._fs import StrPath
 
 _CONTEXT_KEYS: Final = (
     "max_position_embeddings",
@@ -65,7 +66,7 @@ class LoadedModel:
         return cast(str, self.tokenizer.decode(tokens))
 
 
-def load(path_or_repo: str | Path) -> LoadedModel:
+def load(path_or_repo: StrPath) -> LoadedModel:
     """Load a model folder, or a Hugging Face repository by its name.
 
     Raises:
@@ -92,7 +93,7 @@ def load(path_or_repo: str | Path) -> LoadedModel:
     return loaded
 
 
-def _find_folder(path_or_repo: str | Path) -> Path:
+def _find_folder(path_or_repo: StrPath) -> Path:
     folder = Path(path_or_repo).expanduser()
     if not folder.exists():
         if isinstance(path_or_repo, str) and _HUB_NAME.fullmatch(path_or_repo):

@@ -22,7 +22,7 @@ from tenuto_engine._caches import bytes_per_position, layouts, signature
 from tenuto_engine._checkpoint import Checkpoint, Origin
 from tenuto_engine._delta import Delta
 from tenuto_engine._errors import CheckpointWriteError, InvalidOption
-from tenuto_engine._fs import FileSystem
+from tenuto_engine._fs import FileSystem, StrPath
 from tenuto_engine._inventory import (
     OnCorrupt,
     StoredCheckpoint,
@@ -123,7 +123,7 @@ class CheckpointStore:
 
     def __init__(
         self,
-        folder: Path,
+        folder: StrPath,
         *,
         epoch: int = 0,
         nonce: str | None = None,
@@ -133,7 +133,8 @@ class CheckpointStore:
         retry_seconds: float = _RETRY_S,
         fs: FileSystem | None = None,
     ) -> None:
-        check_job_id(folder.name)
+        folder = Path(folder)
+        check_job_id(folder.name, "folder")
         self.folder = folder
         self.epoch = epoch
         self.nonce = secrets.token_hex(4) if nonce is None else nonce

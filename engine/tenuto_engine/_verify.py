@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tenuto_engine._errors import CheckpointCorrupt
+from tenuto_engine._fs import StrPath
 from tenuto_engine._inventory import OLD, OLD_NAME, is_ours, listed
 from tenuto_engine._log import Attempt, LogFile, read_end, unreadable
 from tenuto_engine._records import (
@@ -42,19 +43,21 @@ class VerifyReport:
     generated_tokens: int = 0
 
 
-def verify_job(folder: Path) -> Iterator[VerifyReport]:
+def verify_job(folder: StrPath) -> Iterator[VerifyReport]:
     """Check every byte of every file in a job's folder, in the order of their names.
 
     Raises:
         CheckpointError: it cannot be listed.
     """
+    folder = Path(folder)
     for name in sorted(listed(folder)):
         if is_ours(name):
             yield verify(folder / name)
 
 
-def verify(path: Path) -> VerifyReport:
+def verify(path: StrPath) -> VerifyReport:
     """Check every byte of one file. Raises nothing."""
+    path = Path(path)
     attempt = Attempt.of_file(path.name)
     if attempt is None:
         old = OLD_NAME.fullmatch(path.name)

@@ -21,7 +21,18 @@ from sample_rows import (
     sample_store,
     whole,
 )
-from tenuto_engine import CheckpointStore, Durable, job_folder, list_jobs, verify_job
+from tenuto_engine import (
+    CheckpointStore,
+    DiskBudget,
+    Durable,
+    job_folder,
+    job_ids,
+    list_jobs,
+    read_job,
+    stored_attempts,
+    verify,
+    verify_job,
+)
 from tenuto_engine._errors import (
     CheckpointCorrupt,
     CheckpointWriteError,
@@ -148,8 +159,24 @@ def test_foreign_job_ids_are_refused(tmp_path: Path, job_id: str) -> None:
 
 
 def test_a_store_is_not_opened_in_a_folder_that_is_no_jobs(tmp_path: Path) -> None:
-    with pytest.raises(InvalidOption, match="job_id"):
+    with pytest.raises(InvalidOption, match="folder: the name 'not a job' is not"):
         CheckpointStore(tmp_path / "not a job")
+
+
+def test_a_path_may_be_a_string(folder: Path) -> None:
+    store = CheckpointStore(str(folder))
+    store.save(whole(20))
+    assert store.folder == folder
+    assert job_folder(str(folder.parent), "j1") == folder
+    assert job_ids(str(folder.parent)) == ["j1"]
+    (found,) = list_jobs(str(folder.parent))
+    assert found.folder == folder
+    assert [each.cache_length for each in read_job(str(folder)).checkpoints] == [20]
+    assert [each.path.parent for each in stored_attempts(str(folder))] == [folder]
+    reports = list(verify_job(str(folder)))
+    assert reports == [verify(str(report.path)) for report in reports]
+    assert all(report.ok for report in reports)
+    assert DiskBudget(str(folder)).used() == read_job(folder).nbytes
 
 
 @pytest.mark.parametrize("nonce", ["a-b", "", "a/b", "x" * 65])
