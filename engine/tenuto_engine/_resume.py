@@ -6,14 +6,14 @@ from collections.abc import Sequence as Ids
 from dataclasses import replace
 
 from tenuto_engine._checkpoint import Checkpoint
-from tenuto_engine._errors import ResumeMismatch
+from tenuto_engine._errors import InvalidOption, ResumeMismatch
 from tenuto_engine._live import LiveCheckpoint
 from tenuto_engine._options import GenerationOptions, PendingLogprobs
 from tenuto_engine._token import Token
 
 
 def resume_options(
-    checkpoint: Checkpoint | LiveCheckpoint,
+    checkpoint: Checkpoint | LiveCheckpoint | None,
     options: GenerationOptions,
     published: Ids[Token] | None = None,
     *,
@@ -21,20 +21,31 @@ def resume_options(
 ) -> tuple[list[int], GenerationOptions]:
     """The prompt and options with which ``Engine.add`` or ``generate`` continues a run.
 
+    The rest is that of a run that was never interrupted only if model, prompt, options and
+    geometry are those that it began with. Only the prompt is compared here: a checkpoint knows
+    neither its options (but for the seed) nor its geometry. Keep what may change, such as
+    ``Engine.geometry.fingerprint``, in the store's ``meta``, and compare ``checkpoint.meta``.
+
     Args:
-        checkpoint: where to continue.
+        checkpoint: where to continue. None: at the beginning, with ``options`` as they are.
         options: those that the run began with; seed and resume fields are replaced.
+            ``max_tokens`` counts the whole run and may be another, above what is covered.
         published: all tokens that a reader has, from index 1. Those that the checkpoint does
             not cover are caught up; those that it covers and the reader lacks are handed
             out first. None: the reader has exactly those that the checkpoint covers.
         prompt_tokens: the whole original prompt. Needed for a checkpoint taken inside a
-            prefill, which covers a part of it; otherwise only compared.
+            prefill, which covers a part of it, and without one; otherwise only compared.
 
     Raises:
+        InvalidOption: ``max_tokens`` is not above what the checkpoint covers, or there is
+            neither a checkpoint nor ``prompt_tokens``.
         ResumeMismatch: the checkpoint is of another prompt, or its tokens are not the
             published ones.
     """
+    if checkpoint is None:
+        return _from_the_start(options, published, prompt_tokens)
     covered = checkpoint.generated_tokens
+    _check_room(options, covered)
     published = checkpoint.generated if published is None else tuple(published)
     _check_agreement(checkpoint, published)
     tokens = _tokens(checkpoint, prompt_tokens)
@@ -55,6 +66,25 @@ def resume_options(
         published_tokens=published[covered:],
     )
     return tokens, resumed
+
+
+def _from_the_start(
+    options: GenerationOptions, published: Ids[Token] | None, prompt_tokens: Ids[int] | None
+) -> tuple[list[int], GenerationOptions]:
+    if prompt_tokens is None:
+        raise InvalidOption("prompt_tokens", "are needed where there is no checkpoint")
+    if published:
+        options = replace(options, published_tokens=tuple(published))
+    return list(prompt_tokens), options
+
+
+def _check_room(options: GenerationOptions, covered: int) -> None:
+    if options.max_tokens <= covered:
+        raise InvalidOption(
+            "max_tokens",
+            f"is {options.max_tokens}, but the checkpoint covers {covered} generated tokens",
+            hint="it counts those of the whole run; resume with the one that it began with",
+        )
 
 
 def _check_agreement(checkpoint: Checkpoint | LiveCheckpoint, published: Ids[Token]) -> None:

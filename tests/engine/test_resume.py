@@ -200,7 +200,7 @@ def test_the_limit_counts_the_tokens_before_the_resume(llama: Engine) -> None:
     options = STYLES["greedy"] | {"max_tokens": 30}
     _, taken = run_with_checkpoints(llama, encode(llama), options)
     assert len(resume(llama, taken[29], options).tokens) == 1
-    with pytest.raises(InvalidOption, match="initial_generated_tokens"):
+    with pytest.raises(InvalidOption, match="max_tokens"):
         resume(llama, taken[20], options | {"max_tokens": 20})
 
 
@@ -258,6 +258,39 @@ def test_a_checkpoint_that_contradicts_the_published_tokens_is_refused(llama: En
     other[4] = replace(other[4], token=(other[4].token + 1) % 100)
     with pytest.raises(ResumeMismatch, match="token 5"):
         resume_options(taken[10], GenerationOptions(**options), other[:8])
+
+
+def test_without_a_checkpoint_the_run_begins_at_its_prompt(llama: Engine) -> None:
+    prompt, options = encode(llama), GenerationOptions(**STYLES["sampled"], max_tokens=20)
+    tokens, begun = resume_options(None, options, prompt_tokens=tuple(prompt))
+    assert tokens == prompt
+    assert begun is options
+    assert resume_options(None, options, (), prompt_tokens=prompt)[1] is options
+    with pytest.raises(InvalidOption, match="prompt_tokens: are needed"):
+        resume_options(None, options)
+
+
+def test_without_a_checkpoint_published_tokens_are_caught_up(llama: Engine) -> None:
+    options: dict[str, Any] = STYLES["sampled"] | {"max_tokens": 20}
+    whole = run(llama, encode(llama), **options)
+    tokens, begun = resume_options(
+        None, GenerationOptions(**options), whole.tokens[:8], prompt_tokens=encode(llama)
+    )
+    assert finish(llama, llama.add(tokens, begun)) == rest(whole, 8)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 10])
+def test_a_limit_that_the_checkpoint_has_reached_is_named_with_both_numbers(
+    llama: Engine, max_tokens: int
+) -> None:
+    options: dict[str, Any] = STYLES["greedy"] | {"max_tokens": 30}
+    whole, taken = run_with_checkpoints(llama, encode(llama), options)
+    assert taken[10].generated_tokens == 10
+    with pytest.raises(InvalidOption, match=f"max_tokens: is {max_tokens}, .* covers 10") as bad:
+        resume_options(taken[10], GenerationOptions(**options | {"max_tokens": max_tokens}))
+    assert bad.value.field == "max_tokens"
+    last = resume(llama, taken[10], options | {"max_tokens": 11})
+    assert last.tokens == whole.tokens[10:11]
 
 
 def test_a_resumed_row_does_not_hold_the_saved_caches_beside_its_own(llama: Engine) -> None:
