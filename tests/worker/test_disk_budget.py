@@ -15,7 +15,7 @@ from job_queue import JobQueue
 from step_worker import StepWorker
 from tenuto_client import Settings
 from tenuto_engine import CheckpointWriteError
-from tenuto_worker import WorkerSettings
+from tenuto_worker import WorkerSettings, _collector
 from tenuto_worker._commands.worker import _values, configure
 from tenuto_worker._doctor import check
 from tenuto_worker._errors import ConfigError
@@ -52,9 +52,29 @@ def _age(worker: StepWorker, job: str, age: float) -> None:
 
 
 def _completed(jobs: JobQueue, worker: StepWorker, age: float) -> str:
+    """A job that is completed and takes too much for a small result."""
     job = _cancelled(jobs, worker, age)
     jobs.client.hset(jobs.keys.job(job), "state", "completed")
+    for path in (worker.settings.checkpoints_dir / job).glob("*.log"):
+        with path.open("ab") as file:
+            file.write(bytes(_collector._SMALL_RESULT))
+    _age(worker, job, age)
     return job
+
+
+def _small_result(jobs: JobQueue, worker: StepWorker, age: float) -> str:
+    job = jobs.submit(max_tokens=3)
+    worker.claim()
+    worker.finish()
+    worker.save()
+    _age(worker, job, age)
+    assert 0 < _bytes_of(worker, job) < _collector._SMALL_RESULT
+    return job
+
+
+def _bytes_of(worker: StepWorker, job: str) -> int:
+    folder = worker.settings.checkpoints_dir / job
+    return sum(file.stat().st_size for file in folder.iterdir())
 
 
 def _there(worker: StepWorker) -> set[str]:
@@ -88,14 +108,45 @@ def test_only_so_much_goes_as_is_missing(jobs: JobQueue, worker: StepWorker) -> 
     done = [_completed(jobs, worker, age) for age in (300, 200, 100)]
     budget = worker.rooms.collector.budget
     used = budget.measure()
-    first = sum(
-        file.stat().st_size for file in (worker.settings.checkpoints_dir / done[0]).iterdir()
-    )
+    first = _bytes_of(worker, done[0])
     budget.limit = used
     budget.charge(first + 1)
 
     assert _there(worker) == {done[2]}
     assert budget.used() == budget.measure() + first + 1
+
+
+def test_a_small_result_stays_though_room_is_wanted(jobs: JobQueue, worker: StepWorker) -> None:
+    small = _small_result(jobs, worker, 900)
+    stopped = _cancelled(jobs, worker, 0)
+    worker.rooms.collector.budget.measure()
+    worker.rooms.collector.make_room(1)
+    assert _there(worker) == {small} != {small, stopped}
+
+
+def test_small_results_go_where_they_fill_the_budget(jobs: JobQueue, worker: StepWorker) -> None:
+    old, young = (_small_result(jobs, worker, age) for age in (900, 10))
+    budget = worker.rooms.collector.budget
+    budget.limit = budget.measure()
+    with structlog.testing.capture_logs() as logs:
+        budget.charge(1)
+    assert _there(worker) == {young}
+    (line,) = [line for line in logs if line["log_level"] == "warning"]
+    assert line["job"] == old
+    assert "can no longer be recovered if Redis loses it" in line["what_it_means"]
+
+
+def test_where_there_cannot_be_room_enough_only_what_is_gone_goes(
+    jobs: JobQueue, worker: StepWorker
+) -> None:
+    done, stopped = _completed(jobs, worker, 900), _cancelled(jobs, worker, 900)
+    gone = _cancelled(jobs, worker, 0)
+    jobs.delete(gone)
+    budget = worker.rooms.collector.budget
+    budget.limit = budget.measure()
+    with pytest.raises(CheckpointWriteError, match="disk budget of"):
+        budget.charge(2 * budget.limit)
+    assert _there(worker) == {done, stopped}
 
 
 def test_what_can_still_be_resumed_goes_loudly(jobs: JobQueue, worker: StepWorker) -> None:

@@ -22,6 +22,8 @@ from ._redis import Outage
 _SHARE_OF_FREE = 0.8
 _PAUSE_S = 10.0
 _STEADY = 0.05
+_SMALL_RESULT = 64 * 2**10
+_MOST_IN_SMALL_RESULTS = 0.5
 
 
 class Collector:
@@ -92,31 +94,69 @@ class Collector:
         nbytes -= before - self.budget.measure()
         if nbytes <= 0:
             return nbytes
-        guessed = self._judge.guess(list(folders(self._root)))
-        guessed.sort(key=lambda each: (each[0], each[1].changed_at))
-        for worth, folder in guessed:
-            if nbytes <= 0 or worth is Worth.EVERYTHING:
-                break
-            # Its files may say that it is of another data set, and somebody may have claimed it.
+        for worth, folder in self._chosen(nbytes):
+            # Somebody may have claimed it meanwhile.
             if self._judge.worth(folder) is worth:
                 nbytes -= self._discard(folder, worth)
         return nbytes
 
+    def _chosen(self, nbytes: int) -> list[tuple[Worth, Folder]]:
+        """What goes for so much room. Where it cannot be made, only what nobody wants."""
+        guessed = self._judge.guess(list(folders(self._root)))
+        chosen = []
+        for worth, folder in removable(guessed, self.budget.limit):
+            if nbytes <= 0:
+                return chosen
+            # Its files may say that it is of another data set.
+            if self._judge.worth(folder) is worth:
+                chosen.append((worth, folder))
+                nbytes -= folder.nbytes
+        if nbytes <= 0:
+            return chosen
+        return [(worth, folder) for worth, folder in chosen if worth is Worth.NOTHING]
+
     def _discard(self, folder: Folder, worth: Worth) -> int:
         log = get_log(job=folder.job_id)
         facts = {"bytes": folder.nbytes, "budget": self.budget.limit}
-        if worth is Worth.RESUME:
+        if worth is Worth.RESULT:
+            log.warning(
+                "checkpoints of a completed job removed: the disk budget is used up",
+                what_it_means="its result can no longer be recovered if Redis loses it",
+                **facts,
+            )
+        elif worth is Worth.RESUME:
             log.warning(
                 "checkpoints of a job that can go on removed: the disk budget is used up",
                 what_it_means="the job replays from its prompt; no token is lost",
                 **facts,
             )
         else:
-            log.info("checkpoints removed to make room", state=worth.name.lower(), **facts)
+            log.info(
+                "checkpoints removed to make room", what_it_means="the job is gone", **facts
+            )
         discard(self._root, folder.job_id)
         freed = folder.nbytes - _bytes_in(folder.path)
         self.budget.refund(freed)
         return freed
+
+
+def removable(
+    guessed: Iterable[tuple[Worth, Folder]], limit: int | None
+) -> list[tuple[Worth, Folder]]:
+    """What may go, least worth first, then oldest first.
+
+    Small results stay, as they make little room, unless all of them take half of the budget.
+    """
+    found = [each for each in guessed if each[0] is not Worth.EVERYTHING]
+    small = [each for each in found if _is_small_result(*each)]
+    taken = sum(folder.nbytes for _, folder in small)
+    if limit is None or taken <= _MOST_IN_SMALL_RESULTS * limit:
+        found = [each for each in found if not _is_small_result(*each)]
+    return sorted(found, key=lambda each: (each[0], each[1].changed_at))
+
+
+def _is_small_result(worth: Worth, folder: Folder) -> bool:
+    return worth is Worth.RESULT and folder.nbytes < _SMALL_RESULT
 
 
 def limit_of(limit: float | None, root: Path, used: int) -> int | None:

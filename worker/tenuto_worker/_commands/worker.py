@@ -72,7 +72,10 @@ _KNOBS: Final = (
         "disk_budget",
         size,
         "SIZE",
-        "checkpoints take no more: 20GiB, 500MB, none (four fifths of what is free)",
+        "checkpoints take no more: 20GiB, 500MB, none (four fifths of what is free); where it is "
+        "used up, first results of completed jobs go, which then cannot be recovered if Redis "
+        "loses them, then checkpoints of jobs that wait or were stopped, which then replay from "
+        "their prompts; running jobs lose nothing and go on without new checkpoints",
     ),
     _Knob("--chunk-size", "chunk_size", int, "N", "prefill chunk (512 on a GPU, 32 on a CPU)"),
     _Knob(
