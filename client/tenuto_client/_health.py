@@ -75,7 +75,9 @@ async def check_server(settings: Settings) -> list[Finding]:
         return [_idle_server(settings.data_dir)]
     connection = Connection(url, settings.data_dir, retry_for=0)
     try:
-        return await _look(connection, url, Keys(settings.namespace))
+        keys = Keys(settings.namespace)
+        findings = await _look(connection, url, keys)
+        return findings + await _lost_jobs(connection, keys, settings.data_dir / "checkpoints")
     except ServerUnavailable as error:
         fix = "tenuto server" if settings.redis_url is None else f"redis-cli -u {address_of(url)}"
         return [Finding(Level.PROBLEM, "server", error.message, f"{fix} ping   tells more")]
@@ -174,10 +176,31 @@ def _memory(policy: str, info: Mapping[str, Any]) -> Finding:
 
 async def _namespace(connection: Connection, keys: Keys) -> Finding:
     found = await connection.call("GET", keys.namespace_id())
-    says = f"{keys.namespace} has no id yet: no worker ever ran on it"
+    says = f"{keys.namespace} has no id yet: no worker has run on what is in it now"
     if found is not None:
         says = f"{keys.namespace} has id {found.decode()}"
     return Finding(Level.OK, "namespace", says)
+
+
+def _jobs_on_disk(root: Path) -> list[str]:
+    try:
+        return sorted(path.name for path in root.iterdir() if path.is_dir() and any(path.iterdir()))
+    except OSError:
+        return []
+
+
+async def _lost_jobs(connection: Connection, keys: Keys, root: Path) -> list[Finding]:
+    """Jobs with checkpoints here that Redis does not have, though it did not remove them."""
+    jobs = _jobs_on_disk(root)
+    known = await connection.pipeline([("EXISTS", keys.job(job)) for job in jobs])
+    removed = await connection.pipeline([("ZSCORE", keys.removed(), job) for job in jobs])
+    both = zip(jobs, known, removed, strict=True)
+    lost = [job for job, is_known, when in both if not is_known and when is None]
+    if not lost:
+        return []
+    count = "1 job" if len(lost) == 1 else f"{len(lost)} jobs"
+    says = f"{count} with checkpoints in {root} that Redis does not have, and did not remove"
+    return [Finding(Level.WARNING, "lost", says, "tenuto checkpoints recover   puts them back")]
 
 
 async def _workers(connection: Connection, keys: Keys) -> list[WorkerInfo]:

@@ -31,6 +31,7 @@ _TEMPLATES: dict[str, tuple[str, ...]] = {
     "jobs": ("jobs",),
     "running": ("running",),
     "expiry": ("expiry",),
+    "removed": ("removed",),
     "idem": ("idem:", "name"),
     "models": ("models",),
     "workers": ("workers",),
@@ -95,6 +96,13 @@ class Keys:
     def expiry(self) -> str:
         """Sorted set of ended jobs by the time at which they are removed."""
         return self._make("expiry")
+
+    def removed(self) -> str:
+        """Sorted set of the jobs that were deleted or expired, by when; each for a day.
+
+        A job that is neither there nor in it was lost, and its checkpoints may bring it back.
+        """
+        return self._make("removed")
 
     def idem(self, tenant: str, key: str) -> str:
         """String: `<job id>|<hash of the body>` of an idempotency key of a tenant."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -268,11 +269,42 @@ def test_workers_that_have_been_silent_for_a_day_are_forgotten(
 def test_an_emptied_redis_gets_a_new_namespace_id_and_the_models_again(
     jobs: JobQueue, worker: StepWorker
 ) -> None:
-    first = jobs.client.get(jobs.keys.namespace_id())
-    jobs.client.delete(jobs.keys.models(), jobs.keys.namespace_id())
-    jobs.client.set(jobs.keys.namespace_id(), "fresh")
-    worker.rooms.housekeeper.chores()
+    seen = {jobs.client.get(jobs.keys.namespace_id())}
+    for _ in range(3):
+        jobs.client.delete(jobs.keys.models(), jobs.keys.namespace_id())
+        worker.rooms.housekeeper.chores()
+        seen.add(jobs.client.get(jobs.keys.namespace_id()))
 
-    assert first != b"fresh"
-    assert worker.rooms._namespace.id == "fresh"
+    assert len(seen) == 4, "with an id from before, what was lost would pass for deleted"
+    assert jobs.client.get(jobs.keys.namespace_id()).decode() == worker.rooms._namespace.id  # type: ignore[union-attr]
     assert jobs.client.hexists(jobs.keys.models(), "tiny")
+
+
+def test_a_worker_keeps_the_jobs_that_its_emptied_redis_lost_and_says_so(
+    jobs: JobQueue, worker: StepWorker, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, folder = _stopped_job(jobs, worker)
+    for key in jobs.client.scan_iter(f"{jobs.keys.namespace}*"):
+        jobs.client.delete(key)
+    worker.rooms.housekeeper.chores()
+    for _ in range(2):
+        worker.rooms.collector.collect()
+
+    assert list(folder.glob("*.log"))
+    assert capsys.readouterr().out.count("redis lost jobs that are on disk") == 1
+
+
+def test_a_job_that_redis_lost_but_never_removed_is_kept_for_a_day(
+    jobs: JobQueue, worker: StepWorker
+) -> None:
+    """A server that was put back to an earlier state has the same namespace id."""
+    job, folder = _stopped_job(jobs, worker)
+    jobs.client.delete(jobs.keys.job(job), jobs.keys.stream(job))
+    worker.rooms.collector.collect()
+    assert list(folder.glob("*.log"))
+
+    yesterday = time.time() - 25 * 3600
+    for path in (*folder.iterdir(), folder):
+        os.utime(path, (yesterday, yesterday))
+    worker.rooms.collector.collect()
+    assert not folder.exists()

@@ -390,11 +390,14 @@ def test_a_long_stream_comes_back_whole_and_in_order(
 def test_only_what_is_missing_is_put_back(jobs: JobQueue, start: Start, say: Say) -> None:
     worker = start()
     kept, lost = cancelled(jobs, worker), cancelled(jobs, worker)
+    deleted = cancelled(jobs, worker)
     before = jobs.client.dump(jobs.keys.stream(kept)), jobs.job(kept)
-    jobs.delete(lost)
+    jobs.client.delete(jobs.keys.job(lost), jobs.keys.stream(lost))
+    jobs.delete(deleted)
     code, lines = say()
 
     assert code == 0
+    # The files of the deleted one wait for gc.
     assert {line["job"]: line["type"] for line in lines} == {kept: "present", lost: "recovered"}
     assert (jobs.client.dump(jobs.keys.stream(kept)), jobs.job(kept)) == before
     assert {line["type"] for line in say()[1]} == {"present"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -38,17 +39,23 @@ class Namespace:
     checkpoints of the old data are not mistaken for leftovers.
     """
 
-    def __init__(self, client: redis.Redis, keys: Keys, drawn: str) -> None:
+    def __init__(self, client: redis.Redis, keys: Keys) -> None:
         self._client = client
         self._keys = keys
-        self._drawn = drawn
         self.id = ""
 
     def refresh(self) -> str:
-        """Read the id, or write ours where there is none."""
-        found = namespace_id(self._client, self._keys, self._drawn)
+        """Read the id, or draw one where there is none."""
+        # A new one each time: with the one from before, an emptied Redis would pass for the
+        # data set that it lost, and gc would take every job on disk for a deleted one.
+        found = namespace_id(self._client, self._keys, secrets.token_hex(8))
         if self.id and found != self.id:
-            get_log().warning("redis has another data set now", was=self.id, now=found)
+            get_log().error(
+                "redis has another data set now",
+                was=self.id,
+                now=found,
+                hint="tenuto checkpoints recover puts jobs back that are on disk",
+            )
         self.id = found
         return found
 

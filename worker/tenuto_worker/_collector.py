@@ -53,14 +53,27 @@ class Collector:
         self._note_ends = note_ends
         self._busy = threading.Lock()
         self._again_at = 0.0
+        self._lost: set[str] = set()
         self._log = get_log()
         self.budget = DiskBudget(root, make_room=self.make_room)
         self.budget.limit = limit_of(limit, root, self.budget.used())
+
+    def report_lost(self) -> None:
+        """Say so, once, if there are jobs on disk that Redis lost."""
+        lost = {folder.job_id for folder in self._judge.lost(list(folders(self._root)))}
+        if lost - self._lost:
+            self._log.error(
+                "redis lost jobs that are on disk",
+                jobs=len(lost),
+                hint="tenuto checkpoints recover puts them back",
+            )
+        self._lost = lost
 
     def collect(self) -> None:
         """Remove what is of no use, and measure what is left."""
         with self._busy:
             try:
+                self.report_lost()
                 removed = collect(self._root, self._judge)
                 self._note_ends(folders(self._root))
             except CheckpointError as error:
@@ -131,9 +144,7 @@ class Collector:
                 **facts,
             )
         else:
-            log.info(
-                "checkpoints removed to make room", what_it_means="the job is gone", **facts
-            )
+            log.info("checkpoints removed to make room", what_it_means="the job is gone", **facts)
         discard(self._root, folder.job_id)
         freed = folder.nbytes - _bytes_in(folder.path)
         self.budget.refund(freed)

@@ -37,6 +37,8 @@ class Worth(IntEnum):
     """The job runs, or is none of this data set, or nobody can say: it stays."""
 
 
+# For so long a job that Redis does not have, and did not remove, can be put back.
+_LOST_S = 24 * 3600.0
 _WORTH = {
     None: Worth.NOTHING,
     b"completed": Worth.RESULT,
@@ -88,11 +90,23 @@ class Judge:
         """What folders are worth if they are of the data set in Redis; their files are not read."""
         with self._client.pipeline(transaction=False) as pipe:
             for folder in found:
-                pipe.hget(self._keys.job(folder.job_id), "state")
-            states = pipe.execute()
+                self._ask(pipe, folder)
+            answers = pipe.execute()
         return [
-            (_WORTH.get(state, Worth.EVERYTHING), folder)
-            for state, folder in zip(states, found, strict=True)
+            (_worth_of(folder, state, removed), folder)
+            for folder, state, removed in zip(found, answers[::2], answers[1::2], strict=True)
+        ]
+
+    def lost(self, found: Sequence[Folder]) -> list[Folder]:
+        """Those whose jobs are not in Redis and were not removed from it."""
+        with self._client.pipeline(transaction=False) as pipe:
+            for folder in found:
+                self._ask(pipe, folder)
+            answers = pipe.execute()
+        return [
+            folder
+            for folder, state, removed in zip(found, answers[::2], answers[1::2], strict=True)
+            if state is None and removed is None and folder.nbytes
         ]
 
     def worth(self, folder: Folder) -> Worth:
@@ -109,12 +123,16 @@ class Judge:
         with self._client.pipeline(transaction=True) as pipe:
             pipe.get(self._keys.namespace_id())
             pipe.sismember(self._keys.collectable(), f"{namespace}@{self._reach}")
-            pipe.hget(self._keys.job(folder.job_id), "state")
-            current, is_collectable, state = pipe.execute()
+            self._ask(pipe, folder)
+            current, is_collectable, state, removed = pipe.execute()
         is_ours = current is not None and current.decode() == namespace
         if not (is_ours or is_collectable) or self._is_running(folder.job_id):
             return Worth.EVERYTHING
-        return _WORTH.get(state, Worth.EVERYTHING)
+        return _worth_of(folder, state, removed)
+
+    def _ask(self, pipe: redis.client.Pipeline, folder: Folder) -> None:
+        pipe.hget(self._keys.job(folder.job_id), "state")
+        pipe.zscore(self._keys.removed(), folder.job_id)
 
     def is_of_use(self, folder: Folder) -> bool:
         """Whether it has to stay though there is room."""
@@ -135,6 +153,13 @@ class Judge:
                 self._namespaces.clear()
             self._namespaces[folder.job_id] = (folder.changed_at, known)
         return known
+
+
+def _worth_of(folder: Folder, state: bytes | None, removed: float | None) -> Worth:
+    # A server that was put back to an earlier state has lost jobs under the same id.
+    if state is None and removed is None and time.time() - folder.changed_at < _LOST_S:
+        return Worth.EVERYTHING
+    return _WORTH.get(state, Worth.EVERYTHING)
 
 
 def folders(root: Path) -> Iterator[Folder]:

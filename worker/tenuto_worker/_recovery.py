@@ -72,6 +72,8 @@ class Recovery:
             CheckpointError: the folders cannot be listed.
         """
         found, lost = self._read()
+        if job_id is None:
+            found = [each for each in found if not self._was_removed(each.job_id)]
         wanted = [each for each in found if job_id in (None, each.job_id)]
         yield from (each for each in lost if job_id in (None, each.job_id))
         known = {each.job_id for each in found} | {each.job_id for each in lost}
@@ -81,6 +83,10 @@ class Recovery:
             yield self._one(remains, dry_run=dry_run)
         if not dry_run:
             self._settle(found)
+
+    def _was_removed(self, job_id: str) -> bool:
+        """Whether it was deleted or expired a while ago, so that its files only wait for gc."""
+        return self._client.zscore(self._keys.removed(), job_id) is not None
 
     def _read(self) -> tuple[list[Remains], list[Outcome]]:
         found, lost = [], []

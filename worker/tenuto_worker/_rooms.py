@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import secrets
 import time
 from collections.abc import Callable
 from typing import Any
@@ -53,7 +52,7 @@ class Rooms:
         self.runs = Runs()
         self.runs.on_gone = lambda run: self.claimer.poke()
         self._client = self._connect()
-        self._namespace = Namespace(self._client, self._keys, secrets.token_hex(8))
+        self._namespace = Namespace(self._client, self._keys)
         self.collector = self._make_collector()
         self._announcer = Announcer(
             self._client,
@@ -101,6 +100,7 @@ class Rooms:
         )
         # It also learns the namespace id, without which nothing may be saved.
         self._patiently(self._announcer.announce)
+        self._patiently(self.collector.report_lost)
 
     def threads(self) -> dict[str, Callable[[], None]]:
         """The bodies of the threads, by name; the decode thread is not among them."""

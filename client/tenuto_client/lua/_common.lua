@@ -158,4 +158,7 @@ local function remove(id)
   redis.call('ZREM', key_jobs(), id)
   redis.call('ZREM', key_running(), id)
   redis.call('ZREM', key_expiry(), id)
+  -- What is missing without having been removed was lost: its checkpoints are kept.
+  redis.call('ZADD', key_removed(), now(), id)
+  redis.call('ZREMRANGEBYSCORE', key_removed(), '-inf', now() - 86400)
 end

@@ -155,15 +155,21 @@ def _row(facts: dict[str, Any]) -> str:
 
 def _gc(args: argparse.Namespace, settings: Settings) -> int:
     from tenuto_worker._collector import collect
-    from tenuto_worker._judge import Judge
+    from tenuto_worker._judge import Judge, folders
 
     with _redis(settings) as client:
         judge = Judge(client, Keys(settings.namespace), _reach(settings))
         removed = collect(_root(settings), judge, dry_run=args.dry_run)
+        lost = judge.lost(list(folders(_root(settings))))
     word = "would be removed" if args.dry_run else "removed"
     for job in removed:
         _say(args, {"type": "removed", "job": job, "dry_run": args.dry_run}, f"{job}  {word}")
-    if not removed and not args.json:
+    why = "kept: Redis does not have it, and did not remove it; tenuto checkpoints recover"
+    for folder in lost:
+        if folder.job_id not in removed:
+            facts = {"type": "kept", "job": folder.job_id, "reason": "lost by Redis"}
+            _say(args, facts, f"{folder.job_id}  {why}")
+    if not removed and not lost and not args.json:
         sys.stdout.write("nothing to remove\n")
     return 0
 
