@@ -25,6 +25,10 @@ class DiskBudget:
         limit: bytes, or None for no limit. May be changed at any time.
         make_room: called with the bytes that are missing, on the thread that wants them, when
             the limit would be passed; it gives back what it removes with ``refund``.
+
+    Attributes:
+        advice: what a refusal adds to what it says itself, such as what the bytes are taken by.
+            May be changed at any time.
     """
 
     def __init__(
@@ -33,6 +37,7 @@ class DiskBudget:
         self.root = Path(root)
         self.limit = limit
         self.make_room = make_room
+        self.advice = ""
         self._lock = threading.Lock()
         self._used = 0
         # What was charged and refunded while the disk is being asked, which may have seen it.
@@ -64,7 +69,10 @@ class DiskBudget:
             missing = self._try(nbytes)
         if missing > 0:
             raise CheckpointWriteError(
-                self.root, f"the disk budget of {size(self.limit or 0)} is used up"
+                self.root,
+                # The same each time: it tells one condition from another.
+                f"the disk budget of {size(self.limit or 0)} is used up",
+                hint="; ".join(filter(None, [self._why(missing), self.advice])),
             )
 
     def refund(self, nbytes: int) -> None:
@@ -72,6 +80,9 @@ class DiskBudget:
         with self._lock:
             self._used = max(0, self._used - nbytes)
             self._since -= nbytes
+
+    def _why(self, missing: int) -> str:
+        return f"{size(self._used)} are taken, {size(missing)} too little is left"
 
     def _try(self, nbytes: int) -> int:
         """How many bytes are missing; if none, they are counted."""
@@ -85,7 +96,10 @@ class DiskBudget:
 
 def size(nbytes: float) -> str:
     """Bytes as people read them."""
-    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
+    for unit, power in (("GiB", 30), ("MiB", 20)):
+        if nbytes >= 1 << power:
+            return f"{nbytes / (1 << power):.1f} {unit}"
+    return f"{nbytes / 1024:.1f} KiB"
 
 
 def _sizes(folder: Path) -> Iterator[int]:

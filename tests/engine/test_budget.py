@@ -36,8 +36,11 @@ def test_a_folder_that_is_not_there_takes_nothing(tmp_path: Path) -> None:
 def test_the_refusal_says_how_much_the_budget_is(tmp_path: Path) -> None:
     budget = DiskBudget(tmp_path, limit=10 * 2**30)
     budget.charge(10 * 2**30)
-    with pytest.raises(CheckpointWriteError, match=r"the disk budget of 10\.0 GiB is used up"):
-        budget.charge(1)
+    budget.advice = "ask for more"
+    with pytest.raises(CheckpointWriteError) as caught:
+        budget.charge(2048)
+    assert caught.value.reason == "the disk budget of 10.0 GiB is used up"
+    assert caught.value.hint == "10.0 GiB are taken, 2.0 KiB too little is left; ask for more"
 
 
 def test_without_a_limit_all_is_counted_and_nothing_refused(tmp_path: Path) -> None:

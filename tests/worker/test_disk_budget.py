@@ -224,7 +224,9 @@ def test_a_job_whose_checkpoints_find_no_room_goes_on_and_is_told_once(
         worker.save()
     said = [line for line in logs if line["event"] == "checkpoint not saved"]
     assert [line["job"] for line in said] == [job]
-    assert "the disk budget of" in said[0]["error"]
+    assert "the disk budget of 0.0 KiB is used up" in said[0]["error"]
+    assert " by 1 job running or unknown to Redis, of which nothing goes" in said[0]["error"]
+    assert "jobs go on, but without new checkpoints; a larger --disk-budget" in said[0]["error"]
     assert int(jobs.job(job)["durable"]) == 0
 
     budget.limit = None

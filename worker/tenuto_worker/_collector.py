@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from tenuto_client._findings import count
 from tenuto_engine import CheckpointError, CheckpointStore, DiskBudget, job_folder
 
+from ._disk_room import size
 from ._errors import RedisAway
 from ._judge import Folder, Judge, Worth, folders, sizes_and_times
 from ._logging import get_log
@@ -116,7 +118,7 @@ class Collector:
     def _chosen(self, nbytes: int) -> list[tuple[Worth, Folder]]:
         """What goes for so much room. Where it cannot be made, only what nobody wants."""
         guessed = self._judge.guess(list(folders(self._root)))
-        chosen = []
+        chosen: list[tuple[Worth, Folder]] = []
         for worth, folder in removable(guessed, self.budget.limit):
             if nbytes <= 0:
                 return chosen
@@ -126,6 +128,9 @@ class Collector:
                 nbytes -= folder.nbytes
         if nbytes <= 0:
             return chosen
+        self.budget.advice = _advice(
+            [folder for worth, folder in guessed if worth is Worth.EVERYTHING]
+        )
         return [(worth, folder) for worth, folder in chosen if worth is Worth.NOTHING]
 
     def _discard(self, folder: Folder, worth: Worth) -> int:
@@ -149,6 +154,14 @@ class Collector:
         freed = folder.nbytes - _bytes_in(folder.path)
         self.budget.refund(freed)
         return freed
+
+
+def _advice(kept: list[Folder]) -> str:
+    taken = size(sum(folder.nbytes for folder in kept))
+    return (
+        f"{taken} by {count(len(kept), 'job')} running or unknown to Redis, of which nothing goes; "
+        "jobs go on, but without new checkpoints; a larger --disk-budget brings them back"
+    )
 
 
 def removable(
