@@ -29,12 +29,14 @@ from tenuto_engine._inventory import (
     StoredEnd,
     check_job_id,
     delete_folder,
+    listed,
+    old_epoch,
     stored_checkpoints,
     stored_ends,
 )
 from tenuto_engine._inventory import newest_valid as newest_valid_of
 from tenuto_engine._live import LiveCheckpoint, Moment, as_live, take_delta
-from tenuto_engine._log import NONCE
+from tenuto_engine._log import NONCE, Attempt
 from tenuto_engine._token import Token
 
 _log = logging.getLogger(__name__)
@@ -105,9 +107,23 @@ class Taken:
 class CheckpointStore:
     """Writes one attempt's checkpoints, and finds those of all attempts.
 
+    Each process that begins a generation, or goes on with one, makes a store of its own::
+
+        store = CheckpointStore("checkpoints/story-1")
+        options = GenerationOptions(max_tokens=2000, seed=7, on_decode_checkpoint=store.save)
+        checkpoint = store.newest_valid()  # None at the first start
+        prompt, options = resume_options(checkpoint, options, prompt_tokens=prompt)
+
+    ``save`` waits for the disk; with a ``CheckpointWriter`` the decode thread does not. What
+    the caller has to keep equal from one process to the next, ``resume_options`` says.
+
     Args:
-        folder: the job's own folder; its name is the job's id. Created when it is needed.
-        epoch: which attempt this is.
+        folder: the job's own folder; its name, 1 to 64 of ``[A-Za-z0-9_-]``, is the job's id.
+            Created when it is needed.
+        epoch: which attempt this is. Each one needs a higher one than those before it, as a
+            higher epoch removes files of lower ones that it covers. None: one above the
+            highest in the folder, from 0. Processes that begin at the same moment may then
+            get the same one: they write files of their own, and remove none of each other.
         nonce: the attempt's own, of ``[A-Za-z0-9_]``; random if None.
         meta: the caller's own, of what msgpack can hold; given back with every checkpoint.
         budget: what all jobs together may take.
@@ -119,13 +135,14 @@ class CheckpointStore:
 
     Raises:
         InvalidOption: an argument cannot be used.
+        CheckpointError: the folder cannot be listed.
     """
 
     def __init__(
         self,
         folder: StrPath,
         *,
-        epoch: int = 0,
+        epoch: int | None = None,
         nonce: str | None = None,
         meta: Mapping[str, object] | None = None,
         budget: Budget | None = None,
@@ -136,7 +153,7 @@ class CheckpointStore:
         folder = Path(folder)
         check_job_id(folder.name, "folder")
         self.folder = folder
-        self.epoch = epoch
+        self.epoch = epoch = _next_epoch(folder) if epoch is None else epoch
         self.nonce = secrets.token_hex(4) if nonce is None else nonce
         if not NONCE.fullmatch(self.nonce):
             raise InvalidOption("nonce", f"{self.nonce!r} is not 1 to 64 of [A-Za-z0-9_]")
@@ -161,7 +178,13 @@ class CheckpointStore:
 
     @property
     def durable(self) -> Durable:
-        """What the newest durable checkpoint covers that this attempt can go on from."""
+        """What the newest durable checkpoint covers that this attempt can go on from.
+
+        All zero in a new store, whatever the folder holds: ``candidates`` tells of that. From
+        the first ``take`` or ``save`` on, it is the checkpoint of this folder that the row was
+        resumed from, if any; after that the last one that this store wrote. It is zero again
+        when a row begins here that resumes nothing, or when the files that it goes on from are gone.
+        """
         return self._durable
 
     # -- on the decode thread ----------------------------------------------------------
@@ -396,6 +419,14 @@ class CheckpointStore:
         """
         self.close()
         delete_folder(self._fs, self.folder)
+
+
+def _next_epoch(folder: Path) -> int:
+    attempts = [(Attempt.of_file(name), old_epoch(name)) for name in listed(folder)]
+    epochs = [attempt.epoch if attempt else old for attempt, old in attempts]
+    highest = max((epoch for epoch in epochs if epoch is not None), default=-1)
+    # A stray name with the last epoch must not keep anyone from reading or deleting.
+    return min(highest + 1, MAX_EPOCH - 1)
 
 
 def _write_error(path: Path, error: Exception) -> CheckpointWriteError:

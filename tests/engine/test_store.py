@@ -191,6 +191,39 @@ def test_an_epoch_that_no_file_name_holds_is_refused(folder: Path, epoch: int) -
         CheckpointStore(folder, epoch=epoch)
 
 
+def test_an_epoch_that_is_not_given_is_one_above_the_highest_in_the_folder(folder: Path) -> None:
+    assert CheckpointStore(folder).epoch == 0
+    for epoch in range(3):
+        store = CheckpointStore(folder)
+        assert store.epoch == epoch
+        store.save(whole(20 + epoch))
+    CheckpointStore(folder, epoch=7).open(PROMPT, 1)
+    assert CheckpointStore(folder).epoch == 8
+    (folder / "00000011-00000001-abc.ckpt").write_text("of an older format")
+    assert CheckpointStore(folder).epoch == 12
+    assert CheckpointStore(folder, epoch=0).epoch == 0
+
+
+def test_the_highest_epoch_of_all_does_not_keep_anyone_from_reading(folder: Path) -> None:
+    sample_store(folder, 10**10 - 1).save(whole(20))
+    store = CheckpointStore(folder)
+    assert store.epoch == 10**10 - 1
+    assert len(store.candidates()) == 1
+
+
+def test_a_new_store_has_nothing_durable_until_a_row_goes_on_from_its_folder(folder: Path) -> None:
+    sample_store(folder, 1).save(whole(20))
+    store = sample_store(folder, 2)
+    assert store.durable == Durable()
+    assert store.candidates()[0].cache_length == 20
+    heir = SampleRow(origin=newest(folder).origin)
+    assert store.take(heir.at(21)) is not None
+    assert store.durable == Durable(20, 17, pending=True)
+    another = SampleRow()
+    assert store.take(another.at(5)) is not None
+    assert store.durable == Durable()
+
+
 def test_jobs_are_listed_by_headers_and_foreign_folders_are_left_out(tmp_path: Path) -> None:
     for job_id, stop in (("b", 14), ("a-1_Z", 12)):
         sample_store(tmp_path / job_id).save(whole(stop))
