@@ -6,6 +6,27 @@
         print(token.text, end="")
     print(generation.end_text)
 
+With checkpoints, a program that is killed and started again goes on with the next token:
+
+    from tenuto_engine import CheckpointStore, Engine, GenerationOptions, resume_options
+
+    engine = Engine.load("path/to/model")
+    store = CheckpointStore("checkpoints/story-1")
+    prompt = engine.encode_prompt("Write a long story.")
+    options = GenerationOptions(
+        max_tokens=2000, temperature=0.8, seed=7, on_decode_checkpoint=store.save
+    )
+
+    # Another model, version or machine gives other bits. To notice, begin the store with
+    # meta={"geometry": engine.geometry.fingerprint} and compare checkpoint.meta["geometry"].
+    checkpoint = store.newest_valid()  # None at the first start
+    # (): tokens that the checkpoint has are handed out again, too, from the first one on.
+    prompt, options = resume_options(checkpoint, options, (), prompt_tokens=prompt)
+    generation = engine.generate(prompt, options)
+    for token in generation:
+        print(token.text, end="", flush=True)
+    print(generation.end_text)
+
 Names are imported at their first use, so that what only describes tokens or options does not
 start a device.
 """

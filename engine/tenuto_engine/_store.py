@@ -183,7 +183,8 @@ class CheckpointStore:
         All zero in a new store, whatever the folder holds: ``candidates`` tells of that. From
         the first ``take`` or ``save`` on, it is the checkpoint of this folder that the row was
         resumed from, if any; after that the last one that this store wrote. It is zero again
-        when a row begins here that resumes nothing, or when the files that it goes on from are gone.
+        when a row begins here that resumes nothing, or when the files that the log goes on from
+        are gone.
         """
         return self._durable
 
