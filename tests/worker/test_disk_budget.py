@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from tenuto_worker import WorkerSettings, _collector
 from tenuto_worker._commands.worker import _values, configure
 from tenuto_worker._doctor import check
 from tenuto_worker._errors import ConfigError
-from tenuto_worker._settings import size
+from tenuto_worker._settings import disk_budget, size
 from workers import poll_until
 
 
@@ -260,12 +261,25 @@ def test_sizes_are_written_as_people_write_them(text: str, count: float) -> None
     assert size(text) == count
 
 
-def test_what_is_no_size_is_refused_by_name() -> None:
+@pytest.mark.parametrize("text", ["0", "-5", "5XB", "lots", "", "15MiB", "16MB", "nan", "inf"])
+def test_what_is_no_budget_is_refused_with_one_message_wherever_it_stands(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     parser = argparse.ArgumentParser()
     configure(parser)
-    args = parser.parse_args(["--model", "a=b"])
-    with pytest.raises(ConfigError, match=r"TENUTO_DISK_BUDGET: 'lots' is not a size such as"):
-        _values(args, {"TENUTO_DISK_BUDGET": "lots"})
+    said = f"{text!r} is not a size of at least 16MiB, such as 20GiB or 500MB (units KB, MB,"
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--disk-budget", text])
+    assert f"argument --disk-budget: {said}" in capsys.readouterr().err
+    if text:
+        args = parser.parse_args(["--model", "a=b"])
+        with pytest.raises(ConfigError, match=re.escape(f"TENUTO_DISK_BUDGET: {said}")):
+            _values(args, {"TENUTO_DISK_BUDGET": text})
+
+
+def test_the_least_budget_and_none_are_taken() -> None:
+    assert disk_budget("16MiB") == 16 * 2**20
+    assert disk_budget("None") == math.inf
 
 
 def test_the_budget_reaches_the_child(tmp_path: Path) -> None:

@@ -56,11 +56,11 @@ def _by_default(root: Path) -> str:
     from tenuto_engine import DiskBudget
 
     from ._collector import limit_of
-    from ._settings import size as parse
+    from ._settings import disk_budget
 
     given = os.environ.get("TENUTO_DISK_BUDGET")
     used = DiskBudget(root).used()
-    limit = limit_of(parse(given) if given else None, root, used)
+    limit = limit_of(disk_budget(given) if given else None, root, used)
     why = "by TENUTO_DISK_BUDGET" if given else "by default"
     if limit is None:
         return f"{why} one would have no limit; {size(used)} taken"

@@ -20,6 +20,11 @@ _PHASE_LIMITS: Mapping[str, float] = {
     "decode": 120.0,
     "ending": 300.0,
 }
+_LEAST_BUDGET = 16 * 2**20
+BUDGET = (
+    "a size of at least 16MiB, such as 20GiB or 500MB (units KB, MB, GB, TB, KiB, MiB, GiB, TiB), "
+    "or none for no limit"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +146,21 @@ def size(text: str) -> float:
     power = 1 + "KMGT".index(letter.upper()) if letter else 0
     unit: int = (1024 if binary else 1000) ** power
     return float(number) * unit
+
+
+def disk_budget(text: str) -> float:
+    """A `size` in which the checkpoints of a job have room.
+
+    Raises:
+        ValueError: it is too small, or none.
+    """
+    try:
+        found = size(text)
+    except ValueError:
+        found = 0.0
+    if found < _LEAST_BUDGET:
+        raise ValueError(f"{text!r} is not {BUDGET}")
+    return found
 
 
 def _at_least(flag: str, value: float, low: float) -> None:

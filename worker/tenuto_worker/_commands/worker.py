@@ -13,7 +13,7 @@ from typing import Any, Final
 from tenuto_client import Settings
 from tenuto_client.keys import MODEL_NAME, MODEL_NAME_HINT
 from tenuto_worker._errors import ConfigError, StartError
-from tenuto_worker._settings import WorkerSettings, size
+from tenuto_worker._settings import BUDGET, WorkerSettings, disk_budget
 
 HELP = "take queued jobs of some models and decode them"
 JSON = False
@@ -53,7 +53,8 @@ class _Knob:
 _KINDS: Final[Mapping[Callable[[str], Any], str]] = {
     int: "a whole number",
     float: "a number",
-    size: "a size such as 20GiB, 500MB or none",
+    disk_budget: BUDGET,
+    str: "a text",
 }
 _KNOBS: Final = (
     _Knob("--slots", "slots", int, "N", "jobs of a model at once (1)"),
@@ -70,7 +71,7 @@ _KNOBS: Final = (
     _Knob(
         "--disk-budget",
         "disk_budget",
-        size,
+        disk_budget,
         "SIZE",
         "checkpoints take no more: 20GiB, 500MB, none (four fifths of what is free); where it is "
         "used up, first results of completed jobs go, which then cannot be recovered if Redis "
@@ -119,7 +120,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     for knob in _KNOBS:
         parser.add_argument(
-            knob.flag, dest=knob.name, type=knob.kind, metavar=knob.metavar, help=knob.help
+            knob.flag, dest=knob.name, type=_typed(knob), metavar=knob.metavar, help=knob.help
         )
 
 
@@ -178,7 +179,21 @@ def _from_environment(knob: _Knob, environ: Mapping[str, str]) -> Any:
     try:
         return knob.kind(text)
     except ValueError:
-        raise ConfigError(variable, f"{text!r} is not {_KINDS[knob.kind]}") from None
+        raise ConfigError(variable, _refusal(knob, text)) from None
+
+
+def _typed(knob: _Knob) -> Callable[[str], Any]:
+    def convert(text: str) -> Any:
+        try:
+            return knob.kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(_refusal(knob, text)) from None
+
+    return convert
+
+
+def _refusal(knob: _Knob, text: str) -> str:
+    return f"{text!r} is not {_KINDS[knob.kind]}"
 
 
 def models(given: list[str]) -> dict[str, str]:
