@@ -83,7 +83,7 @@ def test_a_killed_example_prints_what_an_undisturbed_one_does_when_it_is_started
     assert again["checkpoint"].generated_tokens >= left
     stats = again["generation"].stats
     assert (stats.prefilled_tokens, stats.checkpoint_errors) == (0, 0)
-    assert stats.decoded_tokens <= whole.stats.decoded_tokens - left
+    assert stats.decoded_tokens <= whole.stats.generated_tokens - left
     assert [attempt.epoch for attempt in stored_attempts(JOB)] == [1, 0]
 
 
