@@ -80,9 +80,9 @@ class Attempt:
         """Renew, and say whether a cancel is wanted."""
         return bool(self.renew("decode", 0, 0)[1])
 
-    def renew(self, phase: str, done: int, total: int) -> Any:
+    def renew(self, phase: str, done: int, total: int, unsaved: str = "") -> Any:
         """Keep the lease and tell the progress."""
-        return self.call("renew", 0, self.worker.name, 10_000, phase, done, total)
+        return self.call("renew", 0, self.worker.name, 10_000, phase, done, total, unsaved)
 
 
 class RawWorker:

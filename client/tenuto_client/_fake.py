@@ -39,12 +39,14 @@ class FakeReply:
         error: fail with this reason after the last text, instead of completing.
         start: False leaves the job queued until `proceed`.
         pause_after: stay running after so many tokens until `proceed`, or a cancel.
+        checkpoint_error: why its checkpoints cannot be saved, until a resume or its completion.
     """
 
     texts: tuple[str, ...] = ("Hello", " from", " the", " fake", ".")
     error: str | None = None
     start: bool = True
     pause_after: int | None = None
+    checkpoint_error: str | None = None
 
 
 class FakeClient(BaseClient):
@@ -66,13 +68,14 @@ class FakeClient(BaseClient):
         error: str | None = None,
         start: bool = True,
         pause_after: int | None = None,
+        checkpoint_error: str | None = None,
     ) -> None:
         """Add the reply of the next job that has none yet; see `FakeReply`.
 
         Jobs submitted when no reply is waiting get `FakeReply()`.
         """
         listed = (texts,) if isinstance(texts, str) else tuple(texts)
-        self._store.replies.append(FakeReply(listed, error, start, pause_after))
+        self._store.replies.append(FakeReply(listed, error, start, pause_after, checkpoint_error))
 
     def proceed(self, job_id: str) -> None:
         """Let a job that is queued or paused run to its end. Raises `JobGone`."""
@@ -224,6 +227,7 @@ class _FakeStore:
             worker=_WORKER,
             attempts=record.attempts + 1,
             tokens_at_risk=record.tokens_at_risk or 0,
+            checkpoint_error=job.reply.checkpoint_error,
         )
         job.entries.append(
             StateEvent(JobState.RUNNING, record.epoch, record.tokens, worker=_WORKER)
@@ -238,9 +242,10 @@ class _FakeStore:
             finished_at=None,
             finish_reason=None,
             error=None,
+            checkpoint_error=None,
         )
         # It failed once; what comes after a resume is the rest, and its end.
-        job.reply = replace(job.reply, error=None)
+        job.reply = replace(job.reply, error=None, checkpoint_error=None)
         job.entries.append(
             StateEvent(JobState.QUEUED, job.record.epoch, record.tokens, reason="resume")
         )
@@ -250,13 +255,15 @@ class _FakeStore:
         self, job: _FakeJob, state: JobState, finish_reason: str | None, error: str | None
     ) -> None:
         record = job.record
+        is_completed = state is JobState.COMPLETED
         job.record = replace(
             record,
             state=state,
             finished_at=time.time(),
             finish_reason=finish_reason,
             error=error,
-            tokens_at_risk=None if state is JobState.COMPLETED else record.tokens_at_risk,
+            tokens_at_risk=None if is_completed else record.tokens_at_risk,
+            checkpoint_error=None if is_completed else record.checkpoint_error,
         )
         job.entries.append(
             EndEvent(

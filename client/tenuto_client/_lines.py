@@ -60,6 +60,7 @@ def record_line(record: JobRecord) -> str:
                 phase_done=record.phase_done,
                 phase_total=record.phase_total,
                 tokens_at_risk=record.tokens_at_risk,
+                checkpoint_error=record.checkpoint_error,
             ),
         }
     )

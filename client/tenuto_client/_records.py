@@ -125,6 +125,9 @@ class JobRecord:
     Attributes:
         tokens_at_risk: published tokens that the last durable checkpoint does not cover, which a
             crash would have to compute again; None of a job that never ran or is completed.
+            None of them can be lost: they stand in the stream.
+        checkpoint_error: why the last checkpoint of its newest attempt could not be saved; None
+            if it was, or the job is completed. The job goes on without.
     """
 
     id: str
@@ -151,3 +154,4 @@ class JobRecord:
     phase_done: int | None = None
     phase_total: int | None = None
     tokens_at_risk: int | None = None
+    checkpoint_error: str | None = None

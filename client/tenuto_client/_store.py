@@ -35,7 +35,7 @@ _FIELDS: Final = (
     "id", "model", "state", "epoch", "prompt_tokens", "tokens", "created_at", "started_at",
     "finished_at", "finish_reason", "exactness", "error", "priority", "metadata",
     "exactness_reason", "tenant", "worker", "attempts", "cancel", "max_tokens", "phase",
-    "phase_done", "phase_total", "durable",
+    "phase_done", "phase_total", "durable", "checkpoint_error",
 )  # fmt: skip
 
 
@@ -339,4 +339,5 @@ def _record(values: Sequence[bytes | None]) -> JobRecord:
         phase_done=count("phase_done"),
         phase_total=count("phase_total"),
         tokens_at_risk=_at_risk(text["state"], count("tokens") or 0, count("durable")),
+        checkpoint_error=text["checkpoint_error"],
     )

@@ -563,16 +563,31 @@ def test_a_job_that_began_says_that_it_waits_for_its_own_geometry_and_checkpoint
 
 def test_status_says_how_many_tokens_a_crash_would_cost(tenuto: Tenuto, worker: RawWorker) -> None:
     job_id = tenuto("submit", "m", "hi").stdout.strip()
-    assert "at risk" not in fields_of(tenuto, job_id)
+    assert "recompute" not in fields_of(tenuto, job_id)
     attempt = worker.claim()
     attempt.publish(1, 20, durable=8)
-    assert fields_of(tenuto, job_id)["at risk"] == "12 tokens since the last checkpoint"
+    assert fields_of(tenuto, job_id)["recompute"] == (
+        "12 tokens after the last checkpoint would be computed again after a crash"
+    )
     (record,) = lines(tenuto("status", job_id, "--json"))
     assert record["tokens_at_risk"] == 12
     attempt.finish()
-    assert "at risk" not in fields_of(tenuto, job_id)
+    assert "recompute" not in fields_of(tenuto, job_id)
     (record,) = lines(tenuto("status", job_id, "--json"))
     assert "tokens_at_risk" not in record
+
+
+def test_status_says_why_checkpoints_fail(tenuto: Tenuto, worker: RawWorker) -> None:
+    job_id = tenuto("submit", "m", "hi").stdout.strip()
+    attempt = worker.claim()
+    assert "checkpoints" not in fields_of(tenuto, job_id)
+    attempt.renew("decode", 0, 0, "the disk budget of 16.0 MiB is used up")
+    said = fields_of(tenuto, job_id)["checkpoints"]
+    assert said == "failing: the disk budget of 16.0 MiB is used up"
+    (record,) = lines(tenuto("status", job_id, "--json"))
+    assert record["checkpoint_error"] == "the disk budget of 16.0 MiB is used up"
+    attempt.renew("decode", 0, 0)
+    assert "checkpoints" not in fields_of(tenuto, job_id)
 
 
 def test_a_phase_before_the_first_token_is_shown_only_until_then(

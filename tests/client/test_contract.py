@@ -39,8 +39,13 @@ class Rig(Protocol):
     def client(self) -> BaseClient:
         """The client under test."""
 
-    async def submit(self, *, produce: int | None = None, error: str | None = None) -> Job:
-        """Submit a job that produces so many of TEXTS and then waits, or all and ends."""
+    async def submit(
+        self, *, produce: int | None = None, error: str | None = None, unsaved: str = ""
+    ) -> Job:
+        """Submit a job that produces so many of TEXTS and then waits, or all and ends.
+
+        `unsaved` is why its checkpoints cannot be saved.
+        """
 
     async def go_on(self, job: Job) -> None:
         """Let it run to its end, which is a cancel where one was asked for."""
@@ -52,8 +57,10 @@ class FakeRig:
     def __init__(self) -> None:
         self.client = FakeClient([ModelInfo("m", 1000, 500, "f", 0.0)])
 
-    async def submit(self, *, produce: int | None = None, error: str | None = None) -> Job:
-        self.client.reply(TEXTS, error=error, pause_after=produce)
+    async def submit(
+        self, *, produce: int | None = None, error: str | None = None, unsaved: str = ""
+    ) -> Job:
+        self.client.reply(TEXTS, error=error, pause_after=produce, checkpoint_error=unsaved or None)
         return await self.client.submit("m", "hi", max_tokens=len(TEXTS), idempotency_key="k")
 
     async def go_on(self, job: Job) -> None:
@@ -68,12 +75,16 @@ class RealRig:
         self._worker = worker
         self._attempts: dict[str, Attempt] = {}
 
-    async def submit(self, *, produce: int | None = None, error: str | None = None) -> Job:
+    async def submit(
+        self, *, produce: int | None = None, error: str | None = None, unsaved: str = ""
+    ) -> Job:
         job = await self.client.submit(
             "m", "hi", max_tokens=len(TEXTS), idempotency_key="k", metadata={}
         )
         self._attempts[job.id] = self._worker.claim()
         self._publish(job, 1, len(TEXTS) if produce is None else produce)
+        if unsaved:
+            self._attempts[job.id].renew("decode", 0, 0, unsaved)
         if produce is None:
             self._end(job, error)
         return job
@@ -158,6 +169,23 @@ async def test_tokens_are_at_risk_until_the_job_is_completed(rig: Rig) -> None:
     await rig.go_on(job)
     record = await job.status()
     assert (record.state, record.tokens_at_risk) == (JobState.COMPLETED, None)
+
+
+async def test_why_no_checkpoint_is_saved_is_told_until_another_attempt(rig: Rig) -> None:
+    job = await rig.submit(produce=2, unsaved="disk full")
+    assert (await job.status()).checkpoint_error == "disk full"
+    await job.cancel()
+    await rig.go_on(job)
+    assert (await job.status()).checkpoint_error == "disk full"
+    await job.resume()
+    await rig.go_on(job)
+    assert (await job.status()).checkpoint_error is None
+
+
+async def test_a_completed_job_needs_no_checkpoint(rig: Rig) -> None:
+    job = await rig.submit(produce=2, unsaved="disk full")
+    await rig.go_on(job)
+    assert (await job.status()).checkpoint_error is None
 
 
 async def test_of_a_job_that_never_ran_nothing_is_at_risk(rig: Rig) -> None:

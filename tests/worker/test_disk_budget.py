@@ -229,6 +229,8 @@ def test_a_job_whose_checkpoints_find_no_room_goes_on_and_is_told_once(
     assert " by 1 job running or unknown to Redis, of which nothing goes" in said[0]["error"]
     assert "jobs go on, but without new checkpoints; a larger --disk-budget" in said[0]["error"]
     assert int(jobs.job(job)["durable"]) == 0
+    worker.rooms.lease.renew()
+    assert jobs.job(job)["checkpoint_error"] == "the disk budget of 0.0 KiB is used up"
 
     budget.limit = None
 
@@ -239,6 +241,8 @@ def test_a_job_whose_checkpoints_find_no_room_goes_on_and_is_told_once(
         return int(jobs.job(job)["durable"]) >= 40
 
     poll_until(is_saved_after_one_more, "a store that failed to be tried again", every=0.1)
+    worker.rooms.lease.renew()
+    assert "checkpoint_error" not in jobs.job(job)
     worker.finish()
     assert (jobs.state(job), len(jobs.tokens(job))) == ("completed", 120)
 

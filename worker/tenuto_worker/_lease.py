@@ -92,6 +92,7 @@ class LeaseKeeper:
             phase=run.phase.value,
             done=run.done,
             total=run.total,
+            checkpoint_error=run.checkpoint_error,
         )
 
     def _take(self, run: Run, answer: Renewed) -> None:

@@ -229,12 +229,14 @@ class Rooms:
         run = self.runs.get(store.folder.name)
         if run is not None and run.store is store:
             run.durable = durable.tokens
+            run.checkpoint_error = ""
 
     def _checkpoint_failed(self, store: CheckpointStore, error: CheckpointWriteError) -> None:
         run = self.runs.get(store.folder.name)
         if run is not None and run.store is store:
             # What was durable may be gone with its folder.
             run.durable = min(run.durable, store.durable.tokens)
+            run.checkpoint_error = error.reason
         get_log(job=store.folder.name, epoch=store.epoch).warning(
             "checkpoint not saved", error=str(error)
         )

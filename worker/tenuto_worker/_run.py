@@ -114,6 +114,8 @@ class Run:
         store: where its checkpoints go; None before it is prepared.
         durable: how many of its tokens the last durable checkpoint covers. Set by the preparer,
             then by the writer.
+        checkpoint_error: why its last checkpoint could not be saved; "" if it was. Set by the
+            writer.
         bound: what was stored with the claim; None before.
         label_sent: the label that Redis knows.
         end: set once, when the row is closed.
@@ -134,6 +136,7 @@ class Run:
         self.sent_at = 0.0
         self.store: CheckpointStore | None = None
         self.durable = claim.durable
+        self.checkpoint_error = ""
         self.end: End | None = None
         self.end_tried = False
         self.exactness = claim.exactness

@@ -166,10 +166,22 @@ def publish_call(fence: Fence, tokens: Sequence[Token], *, durable: int) -> Call
 
 
 def renew_call(
-    fence: Fence, *, durable: int, holder: str, lease_ms: int, phase: str, done: int, total: int
+    fence: Fence,
+    *,
+    durable: int,
+    holder: str,
+    lease_ms: int,
+    phase: str,
+    done: int,
+    total: int,
+    checkpoint_error: str = "",
 ) -> Call[Renewed]:
-    """Keep the lease of a running attempt and tell how far it is."""
-    return Call("renew", (*_fence(fence), durable, holder, lease_ms, phase, done, total), _renewed)
+    """Keep the lease of a running attempt and tell how far it is.
+
+    `checkpoint_error` is why its last checkpoint could not be saved; "" if it was.
+    """
+    progress = (phase, done, total, checkpoint_error)
+    return Call("renew", (*_fence(fence), durable, holder, lease_ms, *progress), _renewed)
 
 
 def bind_call(
@@ -305,6 +317,7 @@ class JobScripts:
         phase: str,
         done: int,
         total: int,
+        checkpoint_error: str = "",
     ) -> Renewed:
         """Keep the lease of a running attempt and tell how far it is."""
         call = renew_call(
@@ -315,6 +328,7 @@ class JobScripts:
             phase=phase,
             done=done,
             total=total,
+            checkpoint_error=checkpoint_error,
         )
         return self.run(call)
 

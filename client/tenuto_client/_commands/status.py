@@ -12,11 +12,20 @@ from tenuto_client._records import QUIET_PHASES, JobRecord, JobState
 from ._shared import add_job, ask, out, when, with_job
 
 HELP = "Show how a job is doing."
+_EPILOG = """\
+recompute (--json: tokens_at_risk) counts the published tokens that no checkpoint covers yet. They
+stand in the stream and cannot be lost; a worker that takes the job over after a crash feeds them
+once more, and goes on with the next one.
+
+checkpoints (--json: checkpoint_error) says why the last checkpoint could not be saved, such as a
+full disk or the disk budget. The job goes on; there is more to compute again after a crash.
+"""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     add_job(parser)
+    parser.epilog = _EPILOG
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
@@ -40,7 +49,8 @@ def _rows(record: JobRecord, waits: str | None) -> list[tuple[str, str]]:
         ("tokens", f"{record.tokens} of at most {record.max_tokens}"),
         ("prompt", None if record.prompt_tokens is None else f"{record.prompt_tokens} tokens"),
         ("progress", _phase(record)),
-        ("at risk", _at_risk(record)),
+        ("recompute", _recompute(record)),
+        ("checkpoints", _checkpoints(record)),
         ("finish reason", record.finish_reason),
         ("error", record.error),
         ("exactness", record.exactness),
@@ -61,10 +71,19 @@ def _phase(record: JobRecord) -> str | None:
     return f"{record.phase} {record.phase_done or 0} of {record.phase_total or 0}"
 
 
-def _at_risk(record: JobRecord) -> str | None:
+def _recompute(record: JobRecord) -> str | None:
     if record.tokens_at_risk is None:
         return None
-    return f"{count(record.tokens_at_risk, 'token')} since the last checkpoint"
+    tokens = count(record.tokens_at_risk, "token")
+    when = "after a crash" if record.state is JobState.RUNNING else "when the job goes on"
+    return f"{tokens} after the last checkpoint would be computed again {when}"
+
+
+def _checkpoints(record: JobRecord) -> str | None:
+    if record.checkpoint_error is None:
+        return None
+    word = "failing" if record.state is JobState.RUNNING else "failed"
+    return f"{word}: {record.checkpoint_error}"
 
 
 def _attempt(record: JobRecord) -> str:

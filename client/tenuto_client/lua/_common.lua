@@ -77,7 +77,7 @@ local function requeue(id, reason)
   local job = key_job(id)
   local epoch = redis.call('HINCRBY', job, 'epoch', 1)
   redis.call('HSET', job, 'state', 'queued', 'queued_at', stamp())
-  redis.call('HDEL', job, 'nonce', 'phase', 'phase_done', 'phase_total')
+  redis.call('HDEL', job, 'nonce', 'phase', 'phase_done', 'phase_total', 'checkpoint_error')
   redis.call('DEL', key_lease(id))
   redis.call('ZREM', key_running(), id)
   emit(id, { type = 'state', state = 'queued', epoch = epoch, reason = reason })
@@ -89,6 +89,7 @@ local function finish(id, state, finish_reason, text, error_text)
   local job = key_job(id)
   redis.call('HSET', job, 'state', state, 'finished_at', stamp())
   redis.call('HDEL', job, 'nonce', 'cancel', 'phase', 'phase_done', 'phase_total')
+  if state == 'completed' then redis.call('HDEL', job, 'checkpoint_error') end
   if finish_reason ~= '' then redis.call('HSET', job, 'finish_reason', finish_reason) end
   if error_text ~= '' then redis.call('HSET', job, 'error', error_text) end
   redis.call('DEL', key_lease(id))

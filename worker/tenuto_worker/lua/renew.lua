@@ -1,11 +1,16 @@
 -- Keep the lease (or make it anew: an owner that was not reaped is still the owner) and tell the progress.
--- A: id, epoch, nonce, durable, holder, lease in ms, phase, done, total
+-- A: id, epoch, nonce, durable, holder, lease in ms, phase, done, total, why the last checkpoint could not be saved ('' if it was)
 -- Returns {'ok' | 'fenced', 1 when a cancel is wanted, 1 when the deadline has passed}.
-local id, epoch, nonce, durable, holder, lease_ms, phase, done, total = unpack(A)
+local id, epoch, nonce, durable, holder, lease_ms, phase, done, total, unsaved = unpack(A)
 if not owned(id, epoch, nonce) then return { 'fenced', 0, 0 } end
 local job = key_job(id)
 redis.call('SET', key_lease(id), holder .. '|' .. epoch .. '|' .. nonce, 'PX', lease_ms)
 redis.call('HSET', job, 'durable', durable)
+if unsaved and unsaved ~= '' then
+  redis.call('HSET', job, 'checkpoint_error', unsaved)
+else
+  redis.call('HDEL', job, 'checkpoint_error')
+end
 local before = redis.call('HMGET', job, 'phase', 'phase_done')
 -- Only what no attempt before had read counts: a job that kills its worker after the prompt would never end.
 if phase == 'prefill' and tonumber(done) > tonumber(get(id, 'prefilled') or 0) then
