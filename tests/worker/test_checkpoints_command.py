@@ -66,7 +66,70 @@ def test_list_folds_what_a_job_has_into_a_line(stopped: tuple[str, Path], say: S
     files = (stopped[1] / "checkpoints" / stopped[0]).iterdir()
     assert line["bytes"] == sum(file.stat().st_size for file in files)
     assert line["damage"] is None
-    assert say("list", "another-job") == (0, [])
+    assert say("list", stopped[0])[1] == [line]
+
+
+@pytest.mark.parametrize("action", ["list", "verify"])
+def test_a_job_that_is_not_there_is_exit_code_4_and_told(
+    stopped: tuple[str, Path], action: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoints", action, "another-job", "--data-dir", str(stopped[1])]) == 4
+    said = capsys.readouterr()
+    assert f"nothing of job another-job in {stopped[1]}" in said.err
+    assert said.out == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["list", "--dry-run"], "--dry-run: list changes nothing"),
+        (["verify", "--dry-run"], "--dry-run: verify changes nothing"),
+        (["gc", "a-job"], "job: gc takes none"),
+        (["gc", "a-job", "--dry-run"], "job: gc takes none"),
+    ],
+)
+def test_what_an_action_has_no_use_for_is_refused_before_anything_is_done(
+    stopped: tuple[str, Path],
+    jobs: JobQueue,
+    words: list[str],
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    job, data_dir = stopped
+    jobs.delete(job)
+    assert main(["checkpoints", *words, "--data-dir", str(data_dir)]) == 2
+    assert told in capsys.readouterr().err
+    assert (data_dir / "checkpoints" / job).exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ([], "all that jobs,\nstreams and results can be brought back from"),
+        (["list"], "how many tokens can be read back"),
+        (["verify"], "Read every byte"),
+        (["gc"], "It takes no JOB"),
+        (["recover"], "Jobs that no worker had begun are not on disk"),
+    ],
+)
+def test_help_after_an_action_is_about_that_action(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["checkpoints", *words, "--help"])
+    said = capsys.readouterr().out
+    assert said.startswith(" ".join(["usage: tenuto checkpoints", *words]))
+    assert told in said
+
+
+def test_what_takes_little_is_shown_in_kib(
+    stopped: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, data_dir = stopped
+    nbytes = sum(file.stat().st_size for file in (data_dir / "checkpoints" / job).iterdir())
+    assert main(["checkpoints", "list", "--data-dir", str(data_dir)]) == 0
+    assert 1024 < nbytes < 2**20
+    assert f"  {nbytes / 1024:.1f} KiB  " in capsys.readouterr().out
 
 
 def test_list_shows_a_job_that_has_only_begun(
@@ -187,7 +250,7 @@ def test_doctor_advises_no_collection_where_nothing_can_be_collected(
     found = _found(tmp_path)["checkpoints"]
 
     assert found.level is Level.OK
-    assert found.says.startswith("no jobs, 0 MiB")
+    assert found.says.startswith("no jobs, 0.0 KiB")
 
 
 def test_doctor_names_a_model_folder_that_is_missing(

@@ -320,7 +320,7 @@ def test_without_a_worker_doctor_says_what_would_hold_by_default(
     assert _budgets(settings)[0].startswith("no worker runs; by default one would have ")
     monkeypatch.setenv("TENUTO_DISK_BUDGET", "3GiB")
     assert _budgets(settings) == [
-        "no worker runs; by TENUTO_DISK_BUDGET one would have 3.0 GiB; 0 MiB taken"
+        "no worker runs; by TENUTO_DISK_BUDGET one would have 3.0 GiB; 0.0 KiB taken"
     ]
     monkeypatch.setenv("TENUTO_DISK_BUDGET", "plenty")
     assert "'plenty' is not a size" in _budgets(settings)[0]
@@ -337,10 +337,10 @@ def test_doctor_says_what_each_worker_of_the_data_dir_announced(
     monkeypatch.setenv("TENUTO_DISK_BUDGET", "3GiB")
     worker.rooms.collector.budget.limit = 5 * 2**30
     worker.rooms.housekeeper.chores()
-    assert _budgets(settings) == ["host-dir-0: 0 MiB of 5.0 GiB taken"]
+    assert _budgets(settings) == ["host-dir-0: 0.0 KiB of 5.0 GiB taken"]
     worker.rooms.collector.budget.limit = None
     worker.rooms.housekeeper.chores()
-    assert _budgets(settings) == ["host-dir-0: 0 MiB taken, no limit (--disk-budget none)"]
+    assert _budgets(settings) == ["host-dir-0: 0.0 KiB taken, no limit (--disk-budget none)"]
     (data_dir / "id").write_text("another")
     assert _budgets(settings)[0].startswith("no worker runs; by TENUTO_DISK_BUDGET ")
 

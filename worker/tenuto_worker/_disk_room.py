@@ -40,7 +40,10 @@ def announced(settings: Settings) -> list[WorkerInfo]:
 
 def size(count: float) -> str:
     """Bytes as people read them."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+    for unit, power in (("GiB", 30), ("MiB", 20)):
+        if count >= 1 << power:
+            return f"{count / (1 << power):.1f} {unit}"
+    return f"{count / 1024:.1f} KiB"
 
 
 def _usage(worker: WorkerInfo) -> str:

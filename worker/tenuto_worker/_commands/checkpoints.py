@@ -11,9 +11,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tenuto_client import DataDirError, InvalidRequest, Keys, ServerUnavailable, Settings
+from tenuto_client import (
+    DataDirError,
+    InvalidRequest,
+    JobGone,
+    Keys,
+    ServerUnavailable,
+    Settings,
+)
 from tenuto_client._findings import count
 from tenuto_client._lines import dump
+from tenuto_worker._disk_room import size
+
+from ._checkpoints_help import ACTIONS, DESCRIPTION, EPILOG, Choose
 
 if TYPE_CHECKING:
     import redis
@@ -23,32 +33,16 @@ if TYPE_CHECKING:
 
 HELP = "list, verify or collect the checkpoints of the data dir, or put jobs back from them"
 
-_DESCRIPTION = """\
-Checkpoints make catching up cheap after a crash; the published stream is what counts. So deleting
-them loses no token, only time. If Redis has lost its jobs, they are all that is left of them.
-"""
-_EPILOG = """\
-examples:
-  tenuto checkpoints list
-  tenuto checkpoints verify              check every byte; exit code 1 if any file is damaged
-  tenuto checkpoints gc --dry-run        what would be removed: jobs that are gone
-  tenuto checkpoints recover --dry-run   what would be put back: jobs that Redis does not have
-  tenuto checkpoints recover             put them back, with streams and results; exit code 1 if
-                                         any of them cannot be read
-
-A job that was deleted, or had expired, comes back with `recover` if its files are still there.
-"""
-_ACTIONS = ("list", "verify", "gc", "recover")
 _RECOVER_TIMEOUT_S = 60.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    parser.description = _DESCRIPTION
-    parser.epilog = _EPILOG
+    parser.description = DESCRIPTION
+    parser.epilog = EPILOG
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("action", nargs="?", choices=_ACTIONS)
-    parser.add_argument("job", nargs="?", help="of this job only (not gc)")
+    parser.add_argument("action", nargs="?", choices=tuple(ACTIONS), action=Choose)
+    parser.add_argument("job", nargs="?", metavar="JOB", help="of this job only (not gc)")
     parser.add_argument(
         "--dry-run", action="store_true", help="gc, recover: only say what would be done"
     )
@@ -59,6 +53,7 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
     if args.action is None:
         hint = "list, verify, gc or recover; --help tells more"
         raise InvalidRequest("action", "which one?", hint=hint)
+    _refuse_what_it_has_no_use_for(args)
     from tenuto_engine import CheckpointError
 
     actions = {"list": _list, "verify": _verify, "gc": _gc, "recover": _recover}
@@ -69,28 +64,55 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
         return 1
 
 
+def _refuse_what_it_has_no_use_for(args: argparse.Namespace) -> None:
+    if args.action == "gc" and args.job is not None:
+        hint = "tenuto delete JOB ends a single one"
+        raise InvalidRequest("job", "gc takes none, it removes all that are gone", hint=hint)
+    if args.dry_run and args.action in ("list", "verify"):
+        hint = "it is for gc and recover"
+        raise InvalidRequest("--dry-run", f"{args.action} changes nothing", hint=hint)
+
+
 # -- on disk alone ---------------------------------------------------------------------
 
 
+def _jobs(args: argparse.Namespace, root: Path) -> list[str]:
+    """Those on disk, or the one that was named. Raises JobGone."""
+    from tenuto_engine import job_ids
+
+    found = list(job_ids(root))
+    if args.job is None:
+        return found
+    if args.job not in found:
+        raise NoCheckpoints(args.job, root)
+    return [args.job]
+
+
+class NoCheckpoints(JobGone):
+    """The data dir has nothing of a job."""
+
+    def __init__(self, job_id: str, root: Path) -> None:
+        super().__init__(job_id)
+        self.message = f"nothing of job {job_id} in {root}"
+        self.hint = "tenuto checkpoints list names all jobs there"
+
+
 def _list(args: argparse.Namespace, settings: Settings) -> int:
-    from tenuto_engine import job_ids, read_job
+    from tenuto_engine import read_job
 
     root = _root(settings)
-    for job_id in job_ids(root):
-        if args.job in (None, job_id):
-            facts = _facts(read_job(root / job_id))
-            _say(args, facts, _row(facts))
+    for job_id in _jobs(args, root):
+        facts = _facts(read_job(root / job_id))
+        _say(args, facts, _row(facts))
     return 0
 
 
 def _verify(args: argparse.Namespace, settings: Settings) -> int:
-    from tenuto_engine import job_ids, verify_job
+    from tenuto_engine import verify_job
 
     damaged = 0
     root = _root(settings)
-    for job_id in job_ids(root):
-        if args.job not in (None, job_id):
-            continue
+    for job_id in _jobs(args, root):
         for report in verify_job(root / job_id):
             damaged += not report.ok
             facts = {
@@ -140,7 +162,7 @@ def _facts(job: StoredJob) -> dict[str, Any]:
 def _row(facts: dict[str, Any]) -> str:
     cells = [facts["job"], f"epoch {', '.join(map(str, facts['epochs'])) or '-'}"]
     cells.append(f"{facts['tokens']} tokens")
-    cells.append(f"{facts['bytes'] / 2**20:.1f} MiB")
+    cells.append(size(facts["bytes"]))
     if facts["created_at"]:
         cells.append(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts["created_at"])))
     if facts["end"]:
