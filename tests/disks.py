@@ -31,8 +31,8 @@ class WatchedDisk(FileSystem):
     def create(self, path: Path) -> int:
         return self.around("create", lambda: super(WatchedDisk, self).create(path))
 
-    def open(self, path: Path) -> int:
-        return self.around("open", lambda: super(WatchedDisk, self).open(path))
+    def open(self, path: Path, *, to_write: bool = True) -> int:
+        return self.around("open", lambda: super(WatchedDisk, self).open(path, to_write=to_write))
 
     def write(self, handle: int, data: bytes | memoryview) -> None:
         self.around("write", lambda: super(WatchedDisk, self).write(handle, data))
@@ -275,8 +275,8 @@ class CrashingDisk(WatchedDisk):
         self._handles[handle], self._ends[handle] = file, 0
         return handle
 
-    def open(self, path: Path) -> int:
-        handle = super().open(path)
+    def open(self, path: Path, *, to_write: bool = True) -> int:
+        handle = super().open(path, to_write=to_write)
         self._handles[handle], self._ends[handle] = self._file(path), 0
         return handle
 

@@ -43,6 +43,7 @@ os.environ.setdefault("MLX_CUDA_USE_CUDNN_SDPA", "0")
 
 if TYPE_CHECKING:
     from tenuto_engine._budget import DiskBudget as DiskBudget
+    from tenuto_engine._budget import bytes_on_disk as bytes_on_disk
     from tenuto_engine._caches import CacheState as CacheState
     from tenuto_engine._checkpoint import Checkpoint as Checkpoint
     from tenuto_engine._checkpoint import Origin as Origin
@@ -87,7 +88,7 @@ if TYPE_CHECKING:
     from tenuto_engine._writer import CheckpointWriter as CheckpointWriter
 
 _HOMES = {
-    "_budget": ["DiskBudget"],
+    "_budget": ["DiskBudget", "bytes_on_disk"],
     "_caches": ["CacheState"],
     "_checkpoint": ["Checkpoint", "Origin"],
     "_engine": ["Engine"],

@@ -125,6 +125,7 @@ class Appender:
         self._log: LogWriter | None = None
         self._good: Mark | None = None
         self._trusted = True
+        self._base_fails = False
         self._base: Continued | None = None
         self._needed: set[str] = set()
         self._state_file = 0
@@ -179,8 +180,10 @@ class Appender:
         self.close()
         with suppress(OSError):
             self._check_needed()
-            if self._base is not None:
+            # A base that cannot be synced once would fail each further log the same way.
+            if self._base is not None and not self._base_fails:
                 return Left.COMMITS
+        self._base_fails = False
         self._base, self._needed = None, set()
         return Left.NOTHING
 
@@ -221,14 +224,14 @@ class Appender:
         base = Attempt.of_file(self._base.file) if self._base else None
         if base is None:
             return
-        for name, attempt in self._files():
-            if attempt == base:
-                handle = self._fs.open(self._folder / name)
-                try:
-                    self._fs.sync(handle)
-                finally:
-                    self._fs.close(handle)
+        self._base_fails = True
+        self._fs.sync_file(self._folder / base.log)
+        for number in range(STATE_FILES):
+            # What cannot be synced cannot be read either, and an older checkpoint serves.
+            with suppress(OSError):
+                self._fs.sync_file(self._folder / base.state(number))
         self._fs.sync_folder(self._folder)
+        self._base_fails = False
 
     def _check_needed(self) -> None:
         """Raise ``FileNotFoundError`` if somebody removed a log that the commits build on."""

@@ -102,6 +102,12 @@ def size(nbytes: float) -> str:
     return f"{nbytes / 1024:.1f} KiB"
 
 
+def bytes_on_disk(found: os.stat_result) -> int:
+    """What a file takes of the disk: of a sparse one less than its length."""
+    # With a little more, since a disk may put off to say where fresh bytes are.
+    return min(found.st_size, found.st_blocks * 512 + 2**20)
+
+
 def _sizes(folder: Path) -> Iterator[int]:
     """Of all files below; what is gone or cannot be read takes nothing."""
     try:
@@ -111,7 +117,7 @@ def _sizes(folder: Path) -> Iterator[int]:
                     if entry.is_dir(follow_symlinks=False):
                         yield from _sizes(Path(entry.path))
                     else:
-                        yield entry.stat(follow_symlinks=False).st_size
+                        yield bytes_on_disk(entry.stat(follow_symlinks=False))
                 except OSError:
                     continue
     except OSError:

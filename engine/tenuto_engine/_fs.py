@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -27,9 +28,23 @@ class FileSystem:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         return os.open(path, flags, FILE_MODE)
 
-    def open(self, path: Path) -> int:
-        """Open an existing file for writing; its bytes stay as they are."""
-        return os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    def open(self, path: Path, *, to_write: bool = True) -> int:
+        """Open an existing regular file; its bytes stay as they are."""
+        # A pipe in the place of a file must not stop the thread that opens it.
+        mode = (os.O_WRONLY if to_write else os.O_RDONLY) | os.O_NONBLOCK
+        handle = os.open(path, mode | os.O_NOFOLLOW | os.O_CLOEXEC)
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            os.close(handle)
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return handle
+
+    def sync_file(self, path: Path) -> None:
+        """Return once the bytes of an existing regular file survive a loss of power."""
+        handle = self.open(path, to_write=False)
+        try:
+            self.sync(handle)
+        finally:
+            self.close(handle)
 
     def write(self, handle: int, data: bytes | memoryview) -> None:
         """Write all of ``data``, one-dimensional bytes, however many calls that takes."""

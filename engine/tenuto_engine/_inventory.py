@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tenuto_engine._assembly import assemble
+from tenuto_engine._budget import bytes_on_disk
 from tenuto_engine._caches import signature
 from tenuto_engine._chain import StoredCommit, commits
 from tenuto_engine._checkpoint import Checkpoint
@@ -258,10 +259,16 @@ def delete_folder(fs: FileSystem, folder: Path) -> None:
     Raises:
         CheckpointError: the disk refused.
     """
+    refused: OSError | None = None
     try:
         for name in fs.listdir(folder):
-            if is_ours(name):
-                _unlink(fs, folder / name)
+            try:
+                if is_ours(name):
+                    _unlink(fs, folder / name)
+            except OSError as error:
+                refused = error
+        if refused is not None:
+            raise refused
         fs.remove_folder(folder)
         fs.sync_folder(folder.parent)
     except FileNotFoundError:
@@ -477,7 +484,7 @@ def listed(folder: Path) -> list[str]:
 
 def _size(path: Path) -> int:
     try:
-        return path.lstat().st_size
+        return bytes_on_disk(path.lstat())
     except OSError:
         return 0
 

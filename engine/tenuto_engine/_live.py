@@ -173,6 +173,11 @@ class LiveCheckpoint:
         """Ask to be called again at the next step."""
         self._taken = self.deferred = True
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the callback has returned."""
+        return self._moment is None
+
     def close(self) -> None:
         """The callback has returned, and the row goes on."""
         if not self._taken and self._moment is not None:
@@ -236,7 +241,10 @@ def take_delta(
 
 def as_live(checkpoint: Checkpoint | LiveCheckpoint) -> LiveCheckpoint:
     """`checkpoint`, or the same as a live one that is to be written whole."""
-    return LiveCheckpoint.of(checkpoint) if isinstance(checkpoint, Checkpoint) else checkpoint
+    if isinstance(checkpoint, LiveCheckpoint):
+        # One that somebody kept beyond the callback is whole by now.
+        return LiveCheckpoint.of(checkpoint.whole()) if checkpoint.is_closed else checkpoint
+    return LiveCheckpoint.of(checkpoint)
 
 
 @dataclass(frozen=True, slots=True)

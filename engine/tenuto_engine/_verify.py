@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 from tenuto_engine._errors import CheckpointCorrupt
 from tenuto_engine._fs import StrPath
-from tenuto_engine._inventory import OLD, OLD_NAME, is_ours, listed
+from tenuto_engine._inventory import OLD, OLD_NAME, is_ours, listed, stored_checkpoints
 from tenuto_engine._log import Attempt, LogFile, read_end, unreadable
 from tenuto_engine._records import (
     HEAD_BYTES,
@@ -20,6 +21,9 @@ from tenuto_engine._records import (
     read_blob,
     read_record,
 )
+
+# A running attempt overwrites its state files: one that is read meanwhile is read again.
+_READS: Final = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +50,52 @@ class VerifyReport:
 def verify_job(folder: StrPath) -> Iterator[VerifyReport]:
     """Check every byte of every file in a job's folder, in the order of their names.
 
+    And that the newest checkpoint can be loaded, with all that it builds on.
+
     Raises:
         CheckpointError: it cannot be listed.
     """
     folder = Path(folder)
+    useless = {error.path: error.reason for error in _useless_logs(folder)}
     for name in sorted(listed(folder)):
         if is_ours(name):
-            yield verify(folder / name)
+            report = verify(folder / name)
+            if report.ok and report.path in useless:
+                report = replace(report, ok=False, reason=useless[report.path])
+            yield report
+
+
+def _useless_logs(folder: Path) -> list[CheckpointCorrupt]:
+    """Logs from which nothing, or not the newest checkpoint, can be loaded, whole as they are."""
+    errors: list[CheckpointCorrupt] = []
+    for _ in range(_READS):
+        found = stored_checkpoints(folder)
+        errors = [CheckpointCorrupt(s.path, s.damage) for s in found if s.damage is not None]
+        newest = next((each for each in found if each.commit), None)
+        if newest is None:
+            break
+        try:
+            newest.load()
+        except CheckpointCorrupt as error:
+            says = f"its newest checkpoint, of {newest.cache_length} tokens, is not readable: "
+            why = f"{says}{error.path.name}: {error.reason}"
+            errors.append(CheckpointCorrupt(newest.path, why))
+        else:
+            break
+    return errors
 
 
 def verify(path: StrPath) -> VerifyReport:
     """Check every byte of one file. Raises nothing."""
     path = Path(path)
+    for _ in range(_READS):
+        report = _verify(path)
+        if report.ok or not path.name.endswith(".state"):
+            break
+    return report
+
+
+def _verify(path: Path) -> VerifyReport:
     attempt = Attempt.of_file(path.name)
     if attempt is None:
         old = OLD_NAME.fullmatch(path.name)

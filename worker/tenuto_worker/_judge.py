@@ -15,6 +15,7 @@ from tenuto_engine import (
     CheckpointStore,
     StoredAttempt,
     StoredEnd,
+    bytes_on_disk,
     job_folder,
     job_ids,
     stored_attempts,
@@ -196,7 +197,7 @@ def sizes_and_times(path: Path) -> Iterator[tuple[int, float]]:
         return
     for file in files:
         try:
-            stat = file.lstat()
+            found = file.lstat()
         except OSError:
             continue
-        yield stat.st_size, stat.st_mtime
+        yield bytes_on_disk(found), found.st_mtime

@@ -130,7 +130,8 @@ async def _close(reader: TicketReader) -> None:
 
 
 def _pack(value: dict[str, Any]) -> bytes:
-    return msgpack.packb(value)
+    # arq packs what a ticket ended with, and that may be an exception.
+    return msgpack.packb(value, default=repr)
 
 
 def _unpack(payload: bytes) -> dict[str, Any]:
