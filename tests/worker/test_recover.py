@@ -620,8 +620,11 @@ def test_people_are_told_in_words(
     job = cancelled(jobs, worker)
     lose_everything(jobs)
     where = ["--redis", redis_url, "--namespace", jobs.keys.namespace]
+    where += ["--data-dir", str(worker.settings.data_dir)]
     capsys.readouterr()
-    assert (
-        main(["checkpoints", "recover", *where, "--data-dir", str(worker.settings.data_dir)]) == 0
-    )
-    assert capsys.readouterr().out == f"{job}  cancelled  12 tokens\n1 job put back\n"
+    assert main(["checkpoints", "recover", *where]) == 0
+    first, second, note = capsys.readouterr().out.splitlines()
+    assert (first, second) == (f"{job}  cancelled  12 tokens", "1 job put back")
+    assert "jobs that no worker had begun are not on disk" in note
+    assert main(["checkpoints", "recover", *where]) == 0
+    assert capsys.readouterr().out == f"{job}  is there, left as it is\n0 jobs put back\n"

@@ -73,7 +73,7 @@ Exit code 1 if a job cannot be put back.
 
 Jobs that no worker had begun are not on disk: those are lost with Redis, and have to be submitted
 again. Run it in each data dir, and before workers start on the empty Redis if there are several.
-A job that was deleted, or had expired, comes back only if it is named and its files are still there.
+A job that was deleted, or had expired, comes back only if it is named, and its files are there yet.
 """,
     ),
 }

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 HELP = "list, verify or collect the checkpoints of the data dir, or put jobs back from them"
 
 _RECOVER_TIMEOUT_S = 60.0
+_NOTE = "Redis had no jobs: jobs that no worker had begun are not on disk; submit those again\n"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -200,15 +201,17 @@ def _recover(args: argparse.Namespace, settings: Settings) -> int:
     from tenuto_worker._recovery import Recovery
 
     counts: Counter[str] = Counter()
+    keys = Keys(settings.namespace)
     with _redis(settings) as client:
-        recovery = Recovery(_root(settings), _reach(settings), client, Keys(settings.namespace))
+        was_empty = not client.exists(keys.jobs())
+        recovery = Recovery(_root(settings), _reach(settings), client, keys)
         for outcome in recovery.recover(args.job, dry_run=args.dry_run):
             kind = "present" if outcome.was_there else "lost" if outcome.failed else "recovered"
             counts[kind] += 1
             _say(args, _outcome(outcome, kind, args), _outcome_row(outcome))
     if not args.json:
         word = "would be put back" if args.dry_run else "put back"
-        sys.stdout.write(f"{count(counts['recovered'], 'job')} {word}\n")
+        sys.stdout.write(f"{count(counts['recovered'], 'job')} {word}\n{_NOTE * was_empty}")
     return 1 if counts["lost"] else 0
 
 
