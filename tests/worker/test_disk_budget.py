@@ -296,6 +296,11 @@ def test_the_budget_reaches_the_child(tmp_path: Path) -> None:
         WorkerSettings(models={"m": "p"}, redis_url="", data_dir=tmp_path, disk_budget=0.0)
 
 
+def test_the_default_holds_before_anything_is_written(worker: StepWorker) -> None:
+    assert not worker.settings.checkpoints_dir.exists()
+    assert worker.rooms.collector.budget.limit is not None
+
+
 def test_by_default_four_fifths_of_the_free_disk_may_be_used(
     jobs: JobQueue, worker: StepWorker
 ) -> None:
@@ -330,7 +335,7 @@ def test_doctor_says_what_each_worker_of_the_data_dir_announced(
     jobs: JobQueue, worker: StepWorker, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data_dir = worker.settings.data_dir
-    worker.settings.checkpoints_dir.mkdir(exist_ok=True)
+    assert not worker.settings.checkpoints_dir.exists()
     (data_dir / "id").write_text("dir")
     settings = Settings.load(redis_url=redis_url, namespace=jobs.keys.namespace, data_dir=data_dir)
     # Its own environment says nothing of what a worker was started with.
@@ -341,6 +346,7 @@ def test_doctor_says_what_each_worker_of_the_data_dir_announced(
     worker.rooms.collector.budget.limit = None
     worker.rooms.housekeeper.chores()
     assert _budgets(settings) == ["host-dir-0: 0.0 KiB taken, no limit (--disk-budget none)"]
+    worker.settings.checkpoints_dir.mkdir()
     (data_dir / "id").write_text("another")
     assert _budgets(settings)[0].startswith("no worker runs; by TENUTO_DISK_BUDGET ")
 

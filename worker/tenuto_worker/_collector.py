@@ -187,10 +187,11 @@ def limit_of(limit: float | None, root: Path, used: int) -> int | None:
     """The budget in bytes: as it was set, or what is used and four fifths of what is free."""
     if limit is not None:
         return None if limit == float("inf") else int(limit)
+    existing = next((each for each in (root, *root.parents) if each.exists()), root)
     try:
-        return used + int(_SHARE_OF_FREE * shutil.disk_usage(root).free)
+        return used + int(_SHARE_OF_FREE * shutil.disk_usage(existing).free)
     except OSError:
-        # No folder yet, or the disk is gone; then there is nothing to write on either.
+        # The disk is gone; then there is nothing to write on either.
         return None
 
 

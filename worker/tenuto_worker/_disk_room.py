@@ -15,7 +15,7 @@ def check_budget(settings: Settings) -> Iterator[Finding]:
     workers = announced(settings)
     for worker in workers:
         yield Finding(Level.OK, "disk budget", f"{worker.name}: {_usage(worker)}")
-    if not workers:
+    if not workers and (settings.data_dir / "checkpoints").is_dir():
         try:
             says = _by_default(settings.data_dir / "checkpoints")
         except ValueError as error:

@@ -20,6 +20,7 @@ def check(settings: Settings) -> Iterator[Finding]:
     yield _device()
     yield from _models(os.environ.get("TENUTO_MODEL", "").split())
     yield from _disk(settings)
+    yield from check_budget(settings)
 
 
 def _device() -> Finding:
@@ -90,4 +91,3 @@ def _disk(settings: Settings) -> Iterator[Finding]:
     else:
         # With none, a full disk is the finding of the data dir alone.
         yield Finding(Level.OK, "checkpoints", says)
-    yield from check_budget(settings)
