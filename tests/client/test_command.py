@@ -588,6 +588,9 @@ def test_status_says_why_checkpoints_fail(tenuto: Tenuto, worker: RawWorker) -> 
     assert record["checkpoint_error"] == "the disk budget of 16.0 MiB is used up"
     attempt.renew("decode", 0, 0)
     assert "checkpoints" not in fields_of(tenuto, job_id)
+    attempt.renew("decode", 0, 0, "disk full")
+    attempt.call("release", 0, "drain", "")
+    assert "checkpoints" not in fields_of(tenuto, job_id), "the next attempt will tell"
 
 
 def test_a_phase_before_the_first_token_is_shown_only_until_then(
