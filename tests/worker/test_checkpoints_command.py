@@ -216,6 +216,21 @@ def test_gc_without_redis_is_exit_code_3_though_nothing_is_there(
     assert "start it, or set --redis" in said
 
 
+def test_gc_says_what_it_could_not_remove(
+    jobs: JobQueue, stopped: tuple[str, Path], say: Say
+) -> None:
+    job, data_dir = stopped
+    jobs.delete(job)
+    (data_dir / "checkpoints" / job / "00000000-a.log").mkdir()
+    code, (line,) = say("gc")
+
+    assert (code, line["type"], line["job"]) == (1, "refused", job)
+    assert "cannot be deleted" in line["reason"]
+    (data_dir / "checkpoints" / job / "00000000-a.log").rmdir()
+    code, (line,) = say("gc")
+    assert (code, line["type"]) == (0, "removed")
+
+
 # -- doctor ----------------------------------------------------------------------------
 
 

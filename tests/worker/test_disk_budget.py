@@ -110,7 +110,7 @@ def test_only_so_much_goes_as_is_missing(jobs: JobQueue, worker: StepWorker) -> 
     budget = worker.rooms.collector.budget
     used = budget.measure()
     first = _bytes_of(worker, done[0])
-    budget.limit = used
+    worker.rooms.collector.set_limit(used)
     budget.charge(first + 1)
 
     assert _there(worker) == {done[2]}
@@ -128,7 +128,7 @@ def test_a_small_result_stays_though_room_is_wanted(jobs: JobQueue, worker: Step
 def test_small_results_go_where_they_fill_the_budget(jobs: JobQueue, worker: StepWorker) -> None:
     old, young = (_small_result(jobs, worker, age) for age in (900, 10))
     budget = worker.rooms.collector.budget
-    budget.limit = budget.measure()
+    worker.rooms.collector.set_limit(budget.measure())
     with structlog.testing.capture_logs() as logs:
         budget.charge(1)
     assert _there(worker) == {young}
@@ -144,9 +144,9 @@ def test_where_there_cannot_be_room_enough_only_what_is_gone_goes(
     gone = _cancelled(jobs, worker, 0)
     jobs.delete(gone)
     budget = worker.rooms.collector.budget
-    budget.limit = budget.measure()
+    worker.rooms.collector.set_limit(budget.measure())
     with pytest.raises(CheckpointWriteError, match="disk budget of"):
-        budget.charge(2 * budget.limit)
+        budget.charge(2 * budget.used())
     assert _there(worker) == {done, stopped}
 
 
@@ -173,7 +173,7 @@ def test_of_running_jobs_and_other_data_sets_nothing_goes(
     worker.decode(9)
     worker.save()
     budget = worker.rooms.collector.budget
-    budget.limit = budget.measure()
+    worker.rooms.collector.set_limit(budget.measure())
     with pytest.raises(CheckpointWriteError, match="disk budget of"):
         budget.charge(1)
 
@@ -206,7 +206,7 @@ def test_a_week_old_folder_without_anything_readable_that_redis_does_not_know_go
             path.write_bytes(b"not a checkpoint")
         _age(worker, job, 6 * 24 * 3600 if job == young else 8 * 24 * 3600)
     for job in (young, old):
-        jobs.delete(job)
+        jobs.client.delete(jobs.keys.job(job))
     worker.rooms.collector.collect()
 
     assert _there(worker) == {known, young}
@@ -216,8 +216,7 @@ def test_a_job_whose_checkpoints_find_no_room_goes_on_and_is_told_once(
     jobs: JobQueue, worker: StepWorker
 ) -> None:
     job = jobs.submit(max_tokens=120)
-    budget = worker.rooms.collector.budget
-    budget.limit = 1
+    worker.rooms.collector.set_limit(1)
     worker.claim()
     with structlog.testing.capture_logs() as logs:
         worker.decode(40)
@@ -232,7 +231,7 @@ def test_a_job_whose_checkpoints_find_no_room_goes_on_and_is_told_once(
     worker.rooms.lease.renew()
     assert jobs.job(job)["checkpoint_error"] == "the disk budget of 0.0 KiB is used up"
 
-    budget.limit = None
+    worker.rooms.collector.set_limit(float("inf"))
 
     def is_saved_after_one_more() -> bool:
         worker.decode(1)
@@ -312,6 +311,16 @@ def test_by_default_four_fifths_of_the_free_disk_may_be_used(
 
     assert budget.limit is not None
     assert budget.limit == pytest.approx(budget.used() + 0.8 * free, rel=0.1)
+
+
+def test_where_nothing_was_set_a_disk_that_got_room_again_is_noticed_at_once(
+    jobs: JobQueue, worker: StepWorker
+) -> None:
+    _cancelled(jobs, worker, 0)
+    budget = worker.rooms.collector.budget
+    budget.limit = 1  # as it was when the disk was full
+    budget.charge(1000)
+    assert budget.limit > 1000
 
 
 # -- doctor ----------------------------------------------------------------------------

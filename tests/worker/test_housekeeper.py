@@ -219,12 +219,15 @@ def test_gc_never_touches_a_job_that_runs_here(jobs: JobQueue, worker: StepWorke
 
 def test_gc_leaves_alone_what_it_cannot_read(jobs: JobQueue, worker: StepWorker) -> None:
     job, folder = _stopped_job(jobs, worker)
-    jobs.delete(job)
+    jobs.client.delete(jobs.keys.job(job))
     for path in folder.iterdir():
         path.write_bytes(b"not a checkpoint")
     worker.rooms.collector.collect()
-
     assert list(folder.glob("*.log"))
+
+    jobs.client.zadd(jobs.keys.removed(), {job: time.time()})
+    worker.rooms.collector.collect()
+    assert not folder.exists(), "Redis remembers that it removed the job"
 
 
 def test_a_checkpoint_folder_that_cannot_be_listed_only_delays_gc(

@@ -60,7 +60,7 @@ def say(jobs: JobQueue, redis_url: str, tmp_path: Path, capsys: pytest.CaptureFi
         capsys.readouterr()
         where = ["--redis", redis_url, "--namespace", jobs.keys.namespace]
         data_dir = ["--data-dir", str(tmp_path / "data")]
-        code = main(["checkpoints", "recover", *words, "--json", *where, *data_dir])
+        code = main(["checkpoints", "recover", "--json", *where, *data_dir, *words])
         return code, [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
     return run
@@ -401,6 +401,18 @@ def test_only_what_is_missing_is_put_back(jobs: JobQueue, start: Start, say: Say
     assert {line["job"]: line["type"] for line in lines} == {kept: "present", lost: "recovered"}
     assert (jobs.client.dump(jobs.keys.stream(kept)), jobs.job(kept)) == before
     assert {line["type"] for line in say()[1]} == {"present"}
+
+
+def test_jobs_of_another_namespace_are_left_to_it(jobs: JobQueue, start: Start, say: Say) -> None:
+    """They may run there, and would run twice; and gc would take their checkpoints for its own."""
+    job = cancelled(jobs, start())
+    mine = jobs.client.get(jobs.keys.namespace_id())
+    code, (line,) = say("--namespace", "another:")
+
+    assert (code, line["type"], line["job"]) == (1, "lost", job)
+    assert f"recover it with --namespace {jobs.keys.namespace}" in line["reason"]
+    assert not list(jobs.client.scan_iter("another:*"))
+    assert jobs.client.get(jobs.keys.namespace_id()) == mine
 
 
 def test_a_dry_run_writes_nothing(jobs: JobQueue, start: Start, say: Say) -> None:

@@ -28,11 +28,13 @@ class Checkpoints:
 
     Args:
         root: holds one folder for each job.
+        prefix: what all keys of the data set begin with.
         budget: what all of them may take.
     """
 
-    def __init__(self, root: Path, budget: DiskBudget) -> None:
+    def __init__(self, root: Path, prefix: str, budget: DiskBudget) -> None:
         self._root = root
+        self._prefix = prefix
         self._budget = budget
 
     def store(self, run: Run, geometry: Geometry, label: tuple[str, str | None]) -> CheckpointStore:
@@ -48,6 +50,7 @@ class Checkpoints:
 
         meta = JobMeta(
             namespace=run.claim.namespace,
+            prefix=self._prefix,
             job=run.job_id,
             epoch=run.fence.epoch,
             model=run.model,

@@ -56,9 +56,15 @@ class Collector:
         self._busy = threading.Lock()
         self._again_at = 0.0
         self._lost: set[str] = set()
+        self._refused: set[str] = set()
         self._log = get_log()
         self.budget = DiskBudget(root, make_room=self.make_room)
-        self.budget.limit = limit_of(limit, root, self.budget.used())
+        self.set_limit(limit)
+
+    def set_limit(self, limit: float | None) -> None:
+        """Bytes that all may take from now on; None is four fifths of what is free."""
+        self._limit = limit
+        self.budget.limit = limit_of(limit, self._root, self.budget.used())
 
     def report_lost(self) -> None:
         """Say so, once, if there are jobs on disk that Redis lost."""
@@ -76,13 +82,14 @@ class Collector:
         with self._busy:
             try:
                 self.report_lost()
-                removed = collect(self._root, self._judge)
+                found = collect(self._root, self._judge)
                 self._note_ends(folders(self._root))
             except CheckpointError as error:
                 self._log.warning("checkpoints not collected", error=str(error))
                 return
+        removed = [self._discarded(job, refused) for job, refused in found.items()].count(True)
         if removed:
-            self._log.info("checkpoints removed", jobs=len(removed))
+            self._log.info("checkpoints removed", jobs=removed)
         used = self.budget.measure()
         limit = limit_of(self._limit, self._root, used)
         before = self.budget.limit
@@ -104,9 +111,13 @@ class Collector:
                 self._again_at = time.monotonic() + _PAUSE_S
 
     def _remove(self, nbytes: int) -> int:
-        before = self.budget.used()
-        # What was pruned since the last round is not known yet.
+        before, limit = self.budget.used(), self.budget.limit
+        # What was pruned since the last round is not known yet, nor what became free.
         nbytes -= before - self.budget.measure()
+        now = limit_of(self._limit, self._root, self.budget.used())
+        if limit is not None and now is not None and now - limit > _STEADY * limit:
+            self.budget.limit = now
+            nbytes -= now - limit
         if nbytes <= 0:
             return nbytes
         for worth, folder in self._chosen(nbytes):
@@ -133,6 +144,13 @@ class Collector:
         )
         return [(worth, folder) for worth, folder in chosen if worth is Worth.NOTHING]
 
+    def _discarded(self, job_id: str, refused: str | None) -> bool:
+        """Whether it is gone; why not is said once."""
+        if refused is not None and job_id not in self._refused:
+            get_log(job=job_id).warning("checkpoints not removed", error=refused)
+            self._refused.add(job_id)
+        return refused is None
+
     def _discard(self, folder: Folder, worth: Worth) -> int:
         log = get_log(job=folder.job_id)
         facts = {"bytes": folder.nbytes, "budget": self.budget.limit}
@@ -150,7 +168,7 @@ class Collector:
             )
         else:
             log.info("checkpoints removed to make room", what_it_means="the job is gone", **facts)
-        discard(self._root, folder.job_id)
+        self._discarded(folder.job_id, discard(self._root, folder.job_id))
         freed = folder.nbytes - _bytes_in(folder.path)
         self.budget.refund(freed)
         return freed
@@ -195,27 +213,26 @@ def limit_of(limit: float | None, root: Path, used: int) -> int | None:
         return None
 
 
-def collect(root: Path, judge: Judge, *, dry_run: bool = False) -> list[str]:
-    """Remove the checkpoints of jobs that Redis says are gone; returns their ids.
+def collect(root: Path, judge: Judge, *, dry_run: bool = False) -> dict[str, str | None]:
+    """Remove the checkpoints of jobs that Redis says are gone.
 
     Folders in which nothing is readable go a week after their last change.
+
+    Returns:
+        Their ids, each with why it is not removed, or None.
     """
-    removed = []
-    for folder in folders(root):
-        if judge.is_of_use(folder):
-            continue
-        removed.append(folder.job_id)
-        if not dry_run:
-            discard(root, folder.job_id)
-    return removed
+    useless = (folder.job_id for folder in folders(root) if not judge.is_of_use(folder))
+    return {job: None if dry_run else discard(root, job) for job in useless}
 
 
-def discard(root: Path, job_id: str) -> None:
-    """Remove a job's checkpoints. What the disk refuses is logged; the next round tries again."""
+def discard(root: Path, job_id: str) -> str | None:
+    """Remove a job's checkpoints; returns why not, if something of it is still there."""
+    folder = job_folder(root, job_id)
     try:
-        CheckpointStore(job_folder(root, job_id)).delete()
+        CheckpointStore(folder).delete()
     except CheckpointError as error:
-        get_log(job=job_id).warning("checkpoints not removed", error=str(error))
+        return str(error)
+    return f"{folder}: there is something in it that is not ours" if folder.exists() else None
 
 
 def _bytes_in(path: Path) -> int:

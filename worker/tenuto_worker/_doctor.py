@@ -86,7 +86,7 @@ def _disk(settings: Settings) -> Iterator[Finding]:
         fix = "tenuto checkpoints verify names them; jobs go on from older ones or the stream"
         yield Finding(Level.WARNING, "checkpoints", says, fix)
     elif jobs and free < _LITTLE_DISK:
-        fix = "free some disk: tenuto checkpoints gc, for jobs completed or gone"
+        fix = "free some disk: tenuto checkpoints gc, for jobs that are gone"
         yield Finding(Level.WARNING, "checkpoints", says, fix)
     else:
         # With none, a full disk is the finding of the data dir alone.

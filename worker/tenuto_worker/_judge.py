@@ -119,7 +119,9 @@ class Judge:
         """
         namespace = self.namespace(folder)
         if namespace is None:
-            return Worth.EVERYTHING
+            # Nothing in it says whose it is, but Redis may remember that it removed the job.
+            when = self._client.zscore(self._keys.removed(), folder.job_id)
+            return Worth.EVERYTHING if when is None else Worth.NOTHING
         # All in one step: another server may answer the next call.
         with self._client.pipeline(transaction=True) as pipe:
             pipe.get(self._keys.namespace_id())

@@ -26,6 +26,7 @@ class JobMeta:
 
     Attributes:
         namespace: id of the data set in Redis that the job belonged to.
+        prefix: what all keys of that data set begin with.
         job, epoch, model: whose it is.
         fingerprint, geometry: of the engine.
         exactness, exactness_reason: the job's label when the attempt began.
@@ -33,6 +34,7 @@ class JobMeta:
     """
 
     namespace: str
+    prefix: str
     job: str
     epoch: int
     model: str

@@ -96,7 +96,12 @@ class Recovery:
             except (Unreadable, CheckpointError) as error:
                 lost.append(Outcome(name, reason=str(error)))
             else:
-                found += [] if remains is None else [remains]
+                if remains is not None and remains.meta.prefix != self._keys.namespace:
+                    # It may be alive there, and would run twice.
+                    where = f"of namespace {remains.meta.prefix}: recover it with --namespace"
+                    lost.append(Outcome(name, reason=f"{where} {remains.meta.prefix}"))
+                elif remains is not None:
+                    found.append(remains)
         return sorted(found, key=lambda each: (each.created_at, each.job_id)), lost
 
     def _one(self, remains: Remains, *, dry_run: bool) -> Outcome:

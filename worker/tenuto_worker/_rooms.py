@@ -198,7 +198,9 @@ class Rooms:
             self._settings,
             self._patience,
             engines={name: host.engine for name, host in self.decoder.hosts.items()},
-            checkpoints=Checkpoints(self._settings.checkpoints_dir, self.collector.budget),
+            checkpoints=Checkpoints(
+                self._settings.checkpoints_dir, self._keys.namespace, self.collector.budget
+            ),
             reach=self._identity.reach,
             outlets=Outlets(self.decoder.start, self.publisher.end, self.writer.submit),
         )

@@ -182,19 +182,23 @@ def _gc(args: argparse.Namespace, settings: Settings) -> int:
 
     with _redis(settings) as client:
         judge = Judge(client, Keys(settings.namespace), _reach(settings))
-        removed = collect(_root(settings), judge, dry_run=args.dry_run)
+        found = collect(_root(settings), judge, dry_run=args.dry_run)
         lost = judge.lost(list(folders(_root(settings))))
     word = "would be removed" if args.dry_run else "removed"
-    for job in removed:
-        _say(args, {"type": "removed", "job": job, "dry_run": args.dry_run}, f"{job}  {word}")
+    for job, refused in found.items():
+        if refused is None:
+            _say(args, {"type": "removed", "job": job, "dry_run": args.dry_run}, f"{job}  {word}")
+        else:
+            facts = {"type": "refused", "job": job, "reason": refused}
+            _say(args, facts, f"{job}  NOT REMOVED: {refused}")
     why = "kept: Redis does not have it, and did not remove it; tenuto checkpoints recover"
     for folder in lost:
-        if folder.job_id not in removed:
+        if folder.job_id not in found:
             facts = {"type": "kept", "job": folder.job_id, "reason": "lost by Redis"}
             _say(args, facts, f"{folder.job_id}  {why}")
-    if not removed and not lost and not args.json:
+    if not found and not lost and not args.json:
         sys.stdout.write("nothing to remove\n")
-    return 0
+    return int(any(found.values()))
 
 
 def _recover(args: argparse.Namespace, settings: Settings) -> int:
