@@ -427,12 +427,8 @@ def job_ids(root: StrPath) -> list[str]:
     Raises:
         CheckpointError: ``root`` cannot be listed.
     """
-    try:
-        return sorted(entry.name for entry in Path(root).iterdir() if _is_job_folder(entry))
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise CheckpointError(f"{root}: cannot be listed: {error.strerror}") from error
+    root = Path(root)
+    return sorted(name for name in listed(root) if _is_job_folder(root / name))
 
 
 def read_job(folder: StrPath) -> StoredJob:

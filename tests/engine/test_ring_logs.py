@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from checkpoint_samples import image
 from engine_runs import PROMPT, STYLES
+from log_samples import image
 from tenuto_engine import (
     Checkpoint,
     CheckpointStore,

@@ -8,9 +8,9 @@ from typing import TypeVar
 
 import pytest
 
-from checkpoint_samples import image
 from disks import CrashingDisk, PowerCut
 from engine_runs import PROMPT, STYLES
+from log_samples import image
 from tenuto_engine import Checkpoint, CheckpointStore, Engine, GenerationOptions, resume_options
 
 T = TypeVar("T")
