@@ -152,6 +152,8 @@ def test_racing_threads_of_one_process_start_one_server(data_dir: Path) -> None:
     assert len(re.findall("Server initialized", (data_dir / "redis" / "log").read_text())) == 1
 
 
+# redis-py 5.0 leaves the socket open of a connection that is refused, as its second try may be.
+@pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
 def test_kill_9_loses_no_acknowledged_write(data_dir: Path) -> None:
     acknowledged: list[int] = []
     for round_ in range(3):
