@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from tenuto_engine._cache_kinds import CACHE_LIST
 from tenuto_engine._cache_tree import CacheState, HostArray
+from tenuto_engine._caches import signature
 from tenuto_engine._chain import StoredCommit
 from tenuto_engine._checkpoint import Checkpoint, Origin
 from tenuto_engine._delta import Layout
@@ -73,6 +74,8 @@ def origin_of(commit: StoredCommit) -> Origin:
         digest=commit.entry.record.digest,
         generation=commit.generation,
         position=commit.cache_length,
+        generated=commit.generated_tokens,
+        signature=signature(commit.commit.layouts),
     )
 
 

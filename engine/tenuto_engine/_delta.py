@@ -148,16 +148,9 @@ class Delta:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the arrays take."""
-        return sum(data.nbytes for data in self._data())
-
-    def arrays(self) -> list[mx.array]:
-        """Those still to be evaluated, maybe."""
-        return [data for data in self._data() if isinstance(data, mx.array)]
-
-    def _data(self) -> Iterator[mx.array | Bits]:
-        yield from (blob.data for blob in self.blobs)
-        if self.commit is not None:
-            yield from (array.data for array in self.commit.state)
+        state = () if self.commit is None else self.commit.state
+        blobs = sum(blob.data.nbytes for blob in self.blobs)
+        return blobs + sum(array.data.nbytes for array in state)
 
 
 def host(data: mx.array | Bits) -> Bits:

@@ -14,7 +14,6 @@ from typing import Any, Final
 
 from tenuto_engine._assembly import assemble
 from tenuto_engine._budget import bytes_on_disk
-from tenuto_engine._caches import signature
 from tenuto_engine._chain import StoredCommit, commits
 from tenuto_engine._checkpoint import Checkpoint
 from tenuto_engine._errors import CheckpointCorrupt, CheckpointError, InvalidOption
@@ -86,14 +85,7 @@ class StoredCheckpoint:
         if self.commit is None:
             # Commits before a damaged end of their log do not need it.
             raise CheckpointCorrupt(self.path, self.damage or "it is damaged", offset=0)
-        checkpoint = assemble(self.commit)
-        assert checkpoint.origin is not None
-        origin = replace(
-            checkpoint.origin,
-            generated=checkpoint.generated_tokens,
-            signature=signature(checkpoint.caches),
-        )
-        return replace(checkpoint, origin=origin)
+        return assemble(self.commit)
 
     def needs(self, damage: CheckpointCorrupt) -> bool:
         """Whether what made another one unreadable makes this one so too."""

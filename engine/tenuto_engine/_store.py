@@ -8,7 +8,6 @@ there again: the row still has it all.
 
 from __future__ import annotations
 
-import logging
 import secrets
 import threading
 import time
@@ -38,8 +37,6 @@ from tenuto_engine._inventory import newest_valid as newest_valid_of
 from tenuto_engine._live import LiveCheckpoint, Moment, as_live, take_delta
 from tenuto_engine._log import NONCE, Attempt
 from tenuto_engine._token import Token
-
-_log = logging.getLogger(__name__)
 
 PART_BYTES: Final = 64 * 2**20
 MAX_EPOCH: Final = 10**10
