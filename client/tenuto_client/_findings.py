@@ -35,3 +35,11 @@ class Finding:
 def count(number: int, noun: str) -> str:
     """`1 job`, `2 jobs`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def size(nbytes: float) -> str:
+    """`1.5 GiB`, `3.0 MiB`, `0.2 KiB`."""
+    for unit, shift in (("GiB", 30), ("MiB", 20)):
+        if nbytes >= 1 << shift:
+            return f"{nbytes / (1 << shift):.1f} {unit}"
+    return f"{nbytes / 1024:.1f} KiB"

@@ -12,7 +12,7 @@ from typing import Any, Final
 from ._announce import ALIVE_S, ModelInfo, WorkerInfo, unpack_model, unpack_worker
 from ._config import Settings
 from ._errors import ServerUnavailable, TenutoError
-from ._findings import Finding, Level, count
+from ._findings import Finding, Level, count, size
 from ._outlook import EXACT_WAIT_S, waits_for_its_own, without_lease
 from ._redis import Connection, address_of
 from ._server import find_server
@@ -43,7 +43,7 @@ def check_data_dir(settings: Settings) -> Iterator[Finding]:
     free = shutil.disk_usage(existing).free
     level = Level.PROBLEM if free < _NO_DISK else Level.WARNING if free < _LOW_DISK else Level.OK
     fix = None if level is Level.OK else f"df -h {existing}   and make room for checkpoints"
-    yield Finding(level, "disk", f"{_size(free)} free", fix)
+    yield Finding(level, "disk", f"{size(free)} free", fix)
 
 
 def _why_not_writable(folder: Path) -> str | None:
@@ -56,13 +56,6 @@ def _why_not_writable(folder: Path) -> str | None:
     except OSError as error:
         return None if error.errno in (errno.ENOSPC, errno.EDQUOT) else error.strerror
     return None
-
-
-def _size(nbytes: int) -> str:
-    for unit, shift in (("GiB", 30), ("MiB", 20)):
-        if nbytes >= 1 << shift:
-            return f"{nbytes / (1 << shift):.1f} {unit}"
-    return f"{nbytes / 1024:.1f} KiB"
 
 
 async def check_server(settings: Settings) -> list[Finding]:
@@ -194,12 +187,12 @@ async def _lost_jobs(connection: Connection, keys: Keys, root: Path) -> list[Fin
     jobs = _jobs_on_disk(root)
     known = await connection.pipeline([("EXISTS", keys.job(job)) for job in jobs])
     removed = await connection.pipeline([("ZSCORE", keys.removed(), job) for job in jobs])
-    both = zip(jobs, known, removed, strict=True)
-    lost = [job for job, is_known, when in both if not is_known and when is None]
+    both = zip(known, removed, strict=True)
+    lost = sum(not is_known and when is None for is_known, when in both)
     if not lost:
         return []
-    count = "1 job" if len(lost) == 1 else f"{len(lost)} jobs"
-    says = f"{count} with checkpoints in {root} that Redis does not have, and did not remove"
+    jobs_lost = f"{count(lost, 'job')} with checkpoints in {root}"
+    says = f"{jobs_lost} that Redis does not have, and did not remove"
     return [Finding(Level.WARNING, "lost", says, "tenuto checkpoints recover   puts them back")]
 
 

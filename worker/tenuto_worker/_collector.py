@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from tenuto_client._findings import count
+from tenuto_client._findings import count, size
 from tenuto_engine import CheckpointError, CheckpointStore, DiskBudget, job_folder
 
-from ._disk_room import size
 from ._errors import RedisAway
 from ._judge import Folder, Judge, Worth, folders, sizes_and_times
 from ._logging import get_log

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tenuto_client import Finding, Level, Settings, SyncClient, TenutoError, WorkerInfo
+from tenuto_client._findings import size
 from tenuto_client._server import find_server
 
 
@@ -36,14 +37,6 @@ def announced(settings: Settings) -> list[WorkerInfo]:
     except (TenutoError, OSError):
         # That the server fails is a finding of its own.
         return []
-
-
-def size(count: float) -> str:
-    """Bytes as people read them."""
-    for unit, power in (("GiB", 30), ("MiB", 20)):
-        if count >= 1 << power:
-            return f"{count / (1 << power):.1f} {unit}"
-    return f"{count / 1024:.1f} KiB"
 
 
 def _usage(worker: WorkerInfo) -> str:

@@ -9,8 +9,9 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tenuto_client import Finding, Level, Settings
+from tenuto_client._findings import size
 
-from ._disk_room import check_budget, size
+from ._disk_room import check_budget
 
 _LITTLE_DISK = 2 * 2**30
 

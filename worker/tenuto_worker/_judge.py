@@ -89,24 +89,16 @@ class Judge:
 
     def guess(self, found: Sequence[Folder]) -> list[tuple[Worth, Folder]]:
         """What folders are worth if they are of the data set in Redis; their files are not read."""
-        with self._client.pipeline(transaction=False) as pipe:
-            for folder in found:
-                self._ask(pipe, folder)
-            answers = pipe.execute()
         return [
             (_worth_of(folder, state, removed), folder)
-            for folder, state, removed in zip(found, answers[::2], answers[1::2], strict=True)
+            for folder, state, removed in self._known(found)
         ]
 
     def lost(self, found: Sequence[Folder]) -> list[Folder]:
         """Those whose jobs are not in Redis and were not removed from it."""
-        with self._client.pipeline(transaction=False) as pipe:
-            for folder in found:
-                self._ask(pipe, folder)
-            answers = pipe.execute()
         return [
             folder
-            for folder, state, removed in zip(found, answers[::2], answers[1::2], strict=True)
+            for folder, state, removed in self._known(found)
             if state is None and removed is None and folder.nbytes
         ]
 
@@ -132,6 +124,16 @@ class Judge:
         if not (is_ours or is_collectable) or self._is_running(folder.job_id):
             return Worth.EVERYTHING
         return _worth_of(folder, state, removed)
+
+    def _known(
+        self, found: Sequence[Folder]
+    ) -> Iterator[tuple[Folder, bytes | None, float | None]]:
+        """Each with its job's state, and when that was removed, as far as Redis has them."""
+        with self._client.pipeline(transaction=False) as pipe:
+            for folder in found:
+                self._ask(pipe, folder)
+            answers = pipe.execute()
+        return zip(found, answers[::2], answers[1::2], strict=True)
 
     def _ask(self, pipe: redis.client.Pipeline, folder: Folder) -> None:
         pipe.hget(self._keys.job(folder.job_id), "state")

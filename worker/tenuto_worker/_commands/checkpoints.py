@@ -19,9 +19,8 @@ from tenuto_client import (
     ServerUnavailable,
     Settings,
 )
-from tenuto_client._findings import count
+from tenuto_client._findings import count, size
 from tenuto_client._lines import dump
-from tenuto_worker._disk_room import size
 
 from ._checkpoints_help import ACTIONS, DESCRIPTION, EPILOG, Choose
 
