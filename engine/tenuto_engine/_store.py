@@ -294,8 +294,8 @@ class CheckpointStore:
             self._advance(taken)
             if taken.delta.commit is None:
                 return False
-        self._appender.prune(taken.after.position)
-        return True
+            self._appender.prune(taken.after.position)
+            return True
 
     def save(self, checkpoint: Checkpoint | LiveCheckpoint) -> Durable:
         """Take and write all that is new, and wait for the disk.
@@ -335,7 +335,7 @@ class CheckpointStore:
                 raise _write_error(self.folder, error) from error
             finally:
                 self._appender.close()
-        self._appender.prune_finished(keep_caches=keep_caches)
+            self._appender.prune_finished(keep_caches=keep_caches)
 
     def close(self) -> None:
         """Write nothing more. Harmless when called again."""
