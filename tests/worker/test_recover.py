@@ -366,6 +366,20 @@ def test_jobs_queue_up_again_by_age(jobs: JobQueue, start: Start, say: Say) -> N
     assert [jobs.take(reach="x", exact_wait_s=0.0).fence.job_id for _ in made] == made
 
 
+def test_jobs_made_in_the_same_millisecond_keep_their_order(
+    jobs: JobQueue, start: Start, say: Say
+) -> None:
+    worker = start(slots=8)
+    made = [jobs.submit() for _ in range(8)]
+    for job in made:
+        jobs.client.hset(jobs.keys.job(job), "created_at", "1000.000")
+    for _ in made:
+        worker.claim()
+    lose_everything(jobs)
+
+    assert [line["job"] for line in say()[1]] == made
+
+
 def test_a_long_stream_comes_back_whole_and_in_order(
     jobs: JobQueue, start: Start, say: Say
 ) -> None:

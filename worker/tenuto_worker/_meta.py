@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 META_VERSION: Final = 2
 _ALWAYS: Final = (
     *("v", "id", "model", "tenant", "priority", "spec", "retention", "created_at"),
-    *("max_tokens", "metadata", "started_at", "attempts"),
+    *("max_tokens", "metadata", "started_at", "attempts", "seq"),
 )
 RECORDED: Final = (*_ALWAYS, "deadline", "body")
 """Fields of a job's hash that no attempt changes, or that count attempts; the last two are not
@@ -62,6 +62,7 @@ class JobMeta:
             found = cls(**{name: meta[name] for name in cls.__dataclass_fields__})
             missing = [name for name in _ALWAYS if not isinstance(found.fields[name], bytes)]
             float(found.fields["created_at"])
+            int(found.fields["seq"])
         except (KeyError, TypeError, ValueError) as error:
             raise UnknownMeta(f"it is not as it is written: {error!r}") from error
         if missing or not set(found.fields) <= set(RECORDED):

@@ -102,7 +102,7 @@ class Recovery:
                     lost.append(Outcome(name, reason=f"{where} {remains.meta.prefix}"))
                 elif remains is not None:
                     found.append(remains)
-        return sorted(found, key=lambda each: (each.created_at, each.job_id)), lost
+        return sorted(found, key=lambda each: (each.created_at, each.seq, each.job_id)), lost
 
     def _one(self, remains: Remains, *, dry_run: bool) -> Outcome:
         job_id = remains.job_id

@@ -53,6 +53,11 @@ class Remains:
     def created_at(self) -> float:
         return float(self.meta.fields["created_at"])
 
+    @property
+    def seq(self) -> int:
+        """Orders jobs that were made in the same millisecond."""
+        return int(self.meta.fields["seq"])
+
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
