@@ -12,6 +12,7 @@ from typing import Final
 
 from ._errors import RedisAway
 from ._logging import get_log
+from ._models import ModelPool
 from ._redis import Backoff, Outage
 from ._run import Run, Runs
 from ._scripts import Claim, JobScripts, Left, claim_call
@@ -37,6 +38,7 @@ class Claimer:
 
     Args:
         served: the models, by name.
+        pool: says for which of them there is memory.
         holder, reach: this worker's name, and the id of its data dir.
         on_claim: takes each new run, which stands among the runs already.
     """
@@ -49,6 +51,7 @@ class Claimer:
         outage: Outage,
         *,
         served: Mapping[str, Served],
+        pool: ModelPool,
         holder: str,
         reach: str,
         on_claim: Callable[[Run], object],
@@ -58,6 +61,7 @@ class Claimer:
         self._settings = settings
         self._outage = outage
         self._served = served
+        self._pool = pool
         self._holder = holder
         self._reach = reach
         self._on_claim = on_claim
@@ -85,7 +89,8 @@ class Claimer:
 
     def has_slot(self, model: str) -> bool:
         """Whether a job of the model could be taken now."""
-        return not self._stopping and self._runs.of_model(model) < self._served[model].slots
+        is_free = self._runs.of_model(model) < self._served[model].slots
+        return is_free and not self._stopping and self._pool.may_claim(model)
 
     def run(self) -> None:
         """The body of the thread."""

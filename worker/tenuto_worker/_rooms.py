@@ -23,6 +23,7 @@ from ._judge import Judge
 from ._late_ends import LateEnds
 from ._lease import LeaseKeeper
 from ._logging import get_log
+from ._models import ModelPool
 from ._nudges import NudgeListener
 from ._preparer import Outlets, Preparer
 from ._publisher import Publisher
@@ -51,6 +52,7 @@ class Rooms:
         self._keys = Keys(settings.namespace)
         self.runs = Runs()
         self.runs.on_gone = lambda run: self.claimer.poke()
+        self.pool = ModelPool()
         self._client = self._connect()
         self._namespace = Namespace(self._client, self._keys)
         self.collector = self._make_collector()
@@ -216,6 +218,7 @@ class Rooms:
             self._settings,
             self._outage,
             served=served,
+            pool=self.pool,
             holder=self._identity.name,
             reach=self._identity.reach,
             on_claim=self.preparer.submit,
