@@ -33,6 +33,10 @@ _TEMPLATES: dict[str, tuple[str, ...]] = {
     "expiry": ("expiry",),
     "removed": ("removed",),
     "idem": ("idem:", "name"),
+    "queued": ("queued:", "model"),
+    "due": ("due",),
+    "usage": ("usage",),
+    "limits": ("limits",),
     "models": ("models",),
     "workers": ("workers",),
     "sequence": ("sequence",),
@@ -108,6 +112,22 @@ class Keys:
         """String: `<job id>|<hash of the body>` of an idempotency key of a tenant."""
         quoted = quote(key, safe="")
         return self._make("idem", quoted if tenant == DEFAULT_TENANT else f"{tenant}:{quoted}")
+
+    def queued(self, model: str) -> str:
+        """Hash: how many jobs of a model are queued; `*` all, and one field a tenant."""
+        return self._make("queued", model)
+
+    def due(self) -> str:
+        """Sorted set of the queued jobs whose time in the queue ends, by when."""
+        return self._make("due")
+
+    def usage(self) -> str:
+        """Hash: `bytes` is what all jobs may come to in Redis's memory; see `held` of a job."""
+        return self._make("usage")
+
+    def limits(self) -> str:
+        """Hash: `<model or *>|<name of a limit>` to a number."""
+        return self._make("limits")
 
     def models(self) -> str:
         """Hash: what workers have announced about each model; outlives them."""

@@ -100,6 +100,8 @@ class LeaseKeeper:
             why = Stop.FENCED
         elif answer.deadline_passed:
             why = Stop.DEADLINE
+        elif answer.runtime_over:
+            why = Stop.RUNTIME
         elif answer.cancel:
             why = Stop.CANCEL
         else:

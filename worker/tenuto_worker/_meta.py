@@ -11,9 +11,10 @@ _ALWAYS: Final = (
     *("v", "id", "model", "tenant", "priority", "spec", "retention", "created_at"),
     *("max_tokens", "metadata", "started_at", "attempts", "seq"),
 )
-RECORDED: Final = (*_ALWAYS, "deadline", "body")
-"""Fields of a job's hash that no attempt changes, or that count attempts; the last two are not
-there in every job."""
+_OPTIONAL: Final = ("deadline", "body", "queue_ttl", "max_runtime", "ran", "logprobs")
+RECORDED: Final = (*_ALWAYS, *_OPTIONAL)
+"""Fields of a job's hash that no attempt changes, or that count attempts. Those of `_OPTIONAL` are
+not there in every job."""
 
 
 class UnknownMeta(ValueError):

@@ -121,8 +121,7 @@ class Recovery:
         """Build the stream; returns the second part of its name."""
         built = secrets.token_hex(8)
         key = self._keys.half(job_id, built)
-        starts = range(0, len(tokens), _TOKENS_AN_ENTRY)
-        parts = [tokens[start : start + _TOKENS_AN_ENTRY] for start in starts]
+        parts = _parts(tokens)
         for at in range(0, len(parts), _ENTRIES_A_ROUND):
             with self._client.pipeline(transaction=False) as pipe:
                 for part in parts[at : at + _ENTRIES_A_ROUND]:
@@ -142,6 +141,12 @@ class Recovery:
         # Other data dirs may have jobs of it that are still to be put back.
         for whole in {heir.decode() for heir in heirs} - missing:
             self._client.sadd(self._keys.collectable(), f"{whole}@{self._reach}")
+
+
+def _parts(tokens: Sequence[Token]) -> list[Sequence[Token]]:
+    """What each entry of a stream is to hold."""
+    starts = range(0, len(tokens), _TOKENS_AN_ENTRY)
+    return [tokens[start : start + _TOKENS_AN_ENTRY] for start in starts]
 
 
 def _arguments(remains: Remains, keys: Keys, reach: str, built: str) -> list[str | bytes | float]:
@@ -166,6 +171,7 @@ def _hash(remains: Remains, reach: str) -> list[str | bytes | float]:
         # Whoever holds the job yet is fenced by a new epoch; one that has ended is held by nobody.
         "epoch": remains.epoch + (end is None),
         "tokens": count,
+        "written": sum(len(pack_tokens(part)) for part in _parts(remains.tokens)),
         "durable": count,
         "fingerprint": meta.fingerprint,
         "geometry": msgpack.packb(dict(meta.geometry)),

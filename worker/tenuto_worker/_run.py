@@ -48,7 +48,9 @@ class Stop(Enum):
     """A user asked for it."""
     DEADLINE = 3
     """The job's deadline passed."""
-    FENCED = 4
+    RUNTIME = 4
+    """The job has run for as long as it may."""
+    FENCED = 5
     """The job belongs to somebody else now; nothing more may be written."""
 
 
@@ -82,6 +84,8 @@ def end_of(stop: Stop) -> End:
         return End(EndKind.CANCELLED)
     if stop is Stop.FENCED:
         return End(EndKind.RELEASED, "fenced")
+    if stop is Stop.RUNTIME:
+        return End(EndKind.FAILED, error="max_runtime: the job has run for as long as it may")
     return End(EndKind.FAILED, error="deadline: it passed while the job was running")
 
 

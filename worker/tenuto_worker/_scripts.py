@@ -32,6 +32,7 @@ _NAMES = (
     "reap",
     "take_back",
     "expire",
+    "sweep",
     "mend_tickets",
     "recover",
 )
@@ -116,6 +117,7 @@ class Renewed:
     fenced: bool
     cancel: bool
     deadline_passed: bool
+    runtime_over: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,6 +375,10 @@ class JobScripts:
         """Remove ended jobs whose retention is over; returns their ids."""
         return self.run(Call("expire", (limit,), _ids))
 
+    def sweep(self, limit: int = 100) -> list[str]:
+        """End queued jobs whose deadline or queue_ttl has passed; returns their ids."""
+        return self.run(Call("sweep", (limit,), _ids))
+
     def recover(self, *arguments: Argument) -> str:
         """Put a job back; what `recover.lua` says. Returns `recovered`, or `there` if it is."""
         return self.run(Call("recover", arguments, _word))
@@ -400,8 +406,8 @@ def _published(reply: list[Any]) -> Published:
 
 
 def _renewed(reply: list[Any]) -> Renewed:
-    word, cancel, late = reply
-    return Renewed(word == b"fenced", bool(cancel), bool(late))
+    word, cancel, late, over = reply
+    return Renewed(word == b"fenced", bool(cancel), bool(late), bool(over))
 
 
 def _reaped(reply: list[bytes]) -> Reaped:

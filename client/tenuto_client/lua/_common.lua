@@ -5,6 +5,12 @@
 local TICKET_PAYLOAD = ARGV[2]
 local TICKET_TTL_MS = 30 * 24 * 3600 * 1000
 local MAX_STALLS = 3
+-- Memory of Redis, measured (tests/client/test_usage.py): a job's keys, a token in an entry of its own, a top logprob of
+-- it, and an entry beyond its payload. Real use stays below.
+local JOB_BYTES = 4096
+local TOKEN_BYTES = 64
+local LOGPROB_BYTES = 12
+local ENTRY_BYTES = 32
 local PRIORITY_STEP = 17592186044416 -- 2^44: priority in the high bits of a double, turn in the low ones
 local A = {}
 for i = 3, #ARGV do A[i - 2] = ARGV[i] end
@@ -50,14 +56,66 @@ local function drop_ticket(id)
   redis.call('DEL', 'arq:job:' .. ticket)
 end
 
+-- How many jobs wait, of a model and of each of its tenants.
+local function count_queued(model, tenant, by)
+  for _, field in ipairs({ '*', tenant }) do
+    if redis.call('HINCRBY', key_queued(model), field, by) <= 0 then
+      redis.call('HDEL', key_queued(model), field)
+    end
+  end
+end
+
+-- Account for the bytes that a job may come to, 0 when it goes. `usage` is the sum over all jobs.
+local function hold(id, bytes)
+  local change = bytes - tonumber(get(id, 'held') or 0)
+  if change == 0 then return end
+  if redis.call('HINCRBY', key_usage(), 'bytes', change) <= 0 then
+    redis.call('HDEL', key_usage(), 'bytes')
+  end
+  redis.call('HSET', key_job(id), 'held', bytes)
+end
+
+-- What a job takes without its tokens: its keys, and the hash with spec and prompt.
+local function body_bytes(id)
+  local job = key_job(id)
+  local bytes = JOB_BYTES
+  for _, field in ipairs({ 'spec', 'prompt_ids', 'metadata', 'geometry' }) do
+    bytes = bytes + redis.call('HSTRLEN', job, field)
+  end
+  return bytes
+end
+
+-- What a written entry takes: listpacks and allocator add to the payload.
+local function entry_bytes(payload) return payload + math.floor(payload / 32) + ENTRY_BYTES end
+
+-- What an unfinished job may come to at most.
+local function reserved_bytes(body, max_tokens, logprobs)
+  return body + max_tokens * (TOKEN_BYTES + LOGPROB_BYTES * logprobs)
+end
+
+local function reserve(id)
+  local max_tokens, logprobs = unpack(redis.call('HMGET', key_job(id), 'max_tokens', 'logprobs'))
+  hold(id, reserved_bytes(body_bytes(id), tonumber(max_tokens), tonumber(logprobs or 0)))
+end
+
+-- The earliest time at which a queued job must have been started, or nil.
+local function due_at(id)
+  local deadline, queue_until = unpack(redis.call('HMGET', key_job(id), 'deadline', 'queue_until'))
+  deadline, queue_until = tonumber(deadline), tonumber(queue_until)
+  if deadline and queue_until then return math.min(deadline, queue_until) end
+  return deadline or queue_until
+end
+
 local function enqueue(id)
   local model, tenant, priority, seq, epoch =
     unpack(redis.call('HMGET', key_job(id), 'model', 'tenant', 'priority', 'seq', 'epoch'))
   local lane = priority .. ':' .. tenant
-  redis.call('ZADD', key_lane(model, lane), seq, id)
+  if redis.call('ZADD', key_lane(model, lane), seq, id) == 1 then count_queued(model, tenant, 1) end
   if not redis.call('ZSCORE', key_queue(model), lane) then
     redis.call('ZADD', key_queue(model), lane_score(priority), lane)
   end
+  local due = due_at(id)
+  if due then redis.call('ZADD', key_due(), string.format('%.3f', due), id) end
   add_ticket(model, id .. ':' .. epoch)
   nudge('queued', model)
 end
@@ -66,27 +124,41 @@ local function dequeue(id)
   local model, tenant, priority =
     unpack(redis.call('HMGET', key_job(id), 'model', 'tenant', 'priority'))
   local lane = priority .. ':' .. tenant
-  redis.call('ZREM', key_lane(model, lane), id)
+  if redis.call('ZREM', key_lane(model, lane), id) == 1 then count_queued(model, tenant, -1) end
   if redis.call('EXISTS', key_lane(model, lane)) == 0 then
     redis.call('ZREM', key_queue(model), lane)
   end
+  redis.call('ZREM', key_due(), id)
 end
 
--- running | queued | over -> queued, under a new epoch, so that whoever held the job is fenced.
-local function requeue(id, reason)
-  local job = key_job(id)
-  local epoch = redis.call('HINCRBY', job, 'epoch', 1)
-  redis.call('HSET', job, 'state', 'queued', 'queued_at', stamp())
-  redis.call('HDEL', job, 'nonce', 'phase', 'phase_done', 'phase_total', 'checkpoint_error')
-  redis.call('DEL', key_lease(id))
-  redis.call('ZREM', key_running(), id)
-  emit(id, { type = 'state', state = 'queued', epoch = epoch, reason = reason })
-  enqueue(id)
+-- The seconds of an attempt that ends now count towards max_runtime.
+local function add_runtime(id)
+  local state, claimed_at, ran =
+    unpack(redis.call('HMGET', key_job(id), 'state', 'claimed_at', 'ran'))
+  if state ~= 'running' then return end
+  local seconds = math.max(0, now() - tonumber(claimed_at))
+  redis.call('HSET', key_job(id), 'ran', string.format('%.3f', tonumber(ran or 0) + seconds))
+end
+
+-- Why a job that does not run must not be started any more; nil while it may be.
+local function too_late(id)
+  local deadline, queue_until, queue_ttl, max_runtime, ran = unpack(redis.call('HMGET', key_job(id),
+    'deadline', 'queue_until', 'queue_ttl', 'max_runtime', 'ran'))
+  if deadline and tonumber(deadline) <= now() then
+    return 'deadline: it passed while the job was queued'
+  end
+  if queue_until and tonumber(queue_until) <= now() then
+    return 'queue_ttl: no worker had started the job after ' .. queue_ttl .. ' s'
+  end
+  if max_runtime and tonumber(ran or 0) >= tonumber(max_runtime) then
+    return 'max_runtime: the job ran for ' .. ran .. ' s in all, it may for ' .. max_runtime .. ' s'
+  end
 end
 
 -- Any state -> completed | failed | cancelled. `text` is what a completed generation still held back.
 local function finish(id, state, finish_reason, text, error_text)
   local job = key_job(id)
+  add_runtime(id)
   redis.call('HSET', job, 'state', state, 'finished_at', stamp())
   redis.call('HDEL', job, 'nonce', 'cancel', 'phase', 'phase_done', 'phase_total')
   if state == 'completed' then redis.call('HDEL', job, 'checkpoint_error') end
@@ -104,9 +176,42 @@ local function finish(id, state, finish_reason, text, error_text)
   if error_text ~= '' then event.error = error_text end
   if why then event.exactness_reason = why end
   emit(id, event)
+  hold(id, body_bytes(id) + tonumber(get(id, 'written') or 0) + #text + #error_text)
   if retention ~= 'forever' then
     redis.call('ZADD', key_expiry(), now() + tonumber(retention), id)
   end
+end
+
+-- running | over -> queued, under a new epoch, so that whoever held the job is fenced. One whose time is over ends
+-- instead. Returns the state that the job is in now.
+local function requeue(id, reason)
+  local job = key_job(id)
+  add_runtime(id)
+  redis.call('HSET', job, 'state', 'queued')
+  local late = too_late(id)
+  if late then
+    finish(id, 'failed', '', '', late)
+    return 'failed'
+  end
+  local epoch = redis.call('HINCRBY', job, 'epoch', 1)
+  redis.call('HSET', job, 'state', 'queued', 'queued_at', stamp())
+  redis.call('HDEL', job, 'nonce', 'phase', 'phase_done', 'phase_total', 'checkpoint_error')
+  redis.call('DEL', key_lease(id))
+  redis.call('ZREM', key_running(), id)
+  emit(id, { type = 'state', state = 'queued', epoch = epoch, reason = reason })
+  reserve(id)
+  enqueue(id)
+  return 'queued'
+end
+
+-- queued -> failed, if its time is over. Returns whether it was.
+local function end_if_late(id)
+  local late = too_late(id)
+  if not late then return false end
+  dequeue(id)
+  drop_ticket(id)
+  finish(id, 'failed', '', '', late)
+  return true
 end
 
 -- A running attempt ended without an end: hand the job on, or give up after too many without progress.
@@ -118,8 +223,7 @@ local function attempt_died(id, reason, error_text)
   end
   local moved, errors = unpack(redis.call('HMGET', job, 'moved', 'errors'))
   if moved == '1' then
-    requeue(id, reason)
-    return 'queued'
+    return requeue(id, reason)
   end
   errors = errors and cmsgpack.unpack(errors) or {}
   errors[#errors + 1] = error_text
@@ -129,8 +233,7 @@ local function attempt_died(id, reason, error_text)
       .. table.concat(errors, '; '))
     return 'failed'
   end
-  requeue(id, reason)
-  return 'queued'
+  return requeue(id, reason)
 end
 
 -- A new token or prefill chunk: this attempt will not count against the job.
@@ -154,6 +257,7 @@ local function remove(id)
     dequeue(id)
     drop_ticket(id)
   end
+  hold(id, 0)
   if idem then redis.call('DEL', idem) end
   redis.call('DEL', job, key_stream(id), key_lease(id))
   redis.call('ZREM', key_jobs(), id)

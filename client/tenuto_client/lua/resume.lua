@@ -11,9 +11,12 @@ if not is_over(state) then
 end
 redis.call('HDEL', job, 'finished_at', 'finish_reason', 'error', 'errors')
 redis.call('HSET', job, 'stalls', 0)
--- Whoever resumes a job after its deadline wants it all the same; with the deadline it would fail at once.
-local deadline = get(id, 'deadline')
-if deadline and tonumber(deadline) <= now() then redis.call('HDEL', job, 'deadline') end
+-- Whoever resumes a job after its time wants it all the same; with the old limits it would fail at once.
+for _, field in ipairs({ 'deadline', 'queue_until' }) do
+  local time = get(id, field)
+  if time and tonumber(time) <= now() then redis.call('HDEL', job, field) end
+end
+if too_late(id) then redis.call('HSET', job, 'ran', 0) end
 redis.call('ZREM', key_expiry(), id)
 requeue(id, 'resume')
 return 'resumed'

@@ -8,4 +8,5 @@ redis.call('HSETNX', job, 'prompt_ids', A[4])
 redis.call('HSETNX', job, 'prompt_tokens', A[5])
 redis.call('HSET', job, 'fingerprint', A[6], 'geometry', A[7], 'reach', A[8], 'exactness', A[9])
 if A[10] ~= '' then redis.call('HSET', job, 'exactness_reason', A[10]) end
+reserve(id)
 return 'ok'

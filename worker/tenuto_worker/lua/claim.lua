@@ -37,6 +37,7 @@ local function take(id, lane, priority)
   local epoch = redis.call('HGET', job, 'epoch')
   redis.call('HSET', job, 'state', 'running', 'worker', holder, 'nonce', nonce,
     'claimed_at', stamp(), 'moved', 0)
+  redis.call('HDEL', job, 'queue_until')
   redis.call('HSETNX', job, 'started_at', stamp())
   redis.call('HSETNX', job, 'durable', 0)
   redis.call('HINCRBY', job, 'attempts', 1)
@@ -56,12 +57,7 @@ end
 for _, lane in ipairs(redis.call('ZRANGE', key_queue(model), 0, -1)) do
   local priority = string.match(lane, '^(-?%d+):')
   for _, id in ipairs(redis.call('ZRANGE', key_lane(model, lane), 0, 63)) do
-    local deadline = get(id, 'deadline')
-    if deadline and tonumber(deadline) <= at then
-      dequeue(id)
-      drop_ticket(id)
-      finish(id, 'failed', '', '', 'deadline: it passed while the job was queued')
-    elseif suits(id) then
+    if not end_if_late(id) and suits(id) then
       return take(id, lane, priority)
     end
   end

@@ -8,6 +8,7 @@ if last <= published then return { 'replay', published, cancel_wanted(id) } end
 -- An entry that begins with tokens that stand there would put them into the stream a second time.
 if first ~= published + 1 then return { 'gap', published, cancel_wanted(id) } end
 redis.call('XADD', key_stream(id), A[6] .. '-0', 't', payload)
+redis.call('HINCRBY', key_job(id), 'written', entry_bytes(#payload))
 -- The next renewal is seconds away; until then the progress would still be that of the prompt.
 redis.call('HSET', key_job(id), 'tokens', A[6], 'events', 0, 'durable', durable,
   'phase', 'decode', 'phase_done', A[6], 'phase_total', wanted)

@@ -17,8 +17,12 @@ for i = 10, #A, 2 do redis.call('HSET', job, A[i], A[i + 1]) end
 redis.call('HSET', job, 'id', id, 'events', 0, 'stalls', 0, 'state', state, 'queued_at', stamp(),
   'seq', redis.call('INCR', key_sequence()))
 redis.call('ZADD', key_jobs(), math.floor(tonumber(get(id, 'created_at')) * 1000 + 0.5), id)
+-- As if publish had written them one by one.
+local payloads, entries = tonumber(get(id, 'written') or 0), redis.call('XLEN', key_stream(id))
+if entries > 0 then redis.call('HSET', job, 'written', payloads + math.floor(payloads / 32) + ENTRY_BYTES * entries) end
 if A[8] ~= '' and redis.call('SET', A[8], id .. '|' .. A[9], 'NX') then redis.call('HSET', job, 'idem', A[8]) end
 if state == 'queued' then
+  reserve(id)
   emit(id, { type = 'state', state = 'queued', epoch = tonumber(get(id, 'epoch')), reason = 'recover' })
   enqueue(id)
 else

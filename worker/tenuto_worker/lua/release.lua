@@ -8,5 +8,4 @@ if cancel_wanted(id) == 1 then
   finish(id, 'cancelled', '', '', '')
   return 'cancelled'
 end
-requeue(id, reason)
-return 'queued'
+return requeue(id, reason)
