@@ -60,6 +60,8 @@ if TYPE_CHECKING:
     from tenuto_engine._errors import PromptTooLong as PromptTooLong
     from tenuto_engine._errors import ResumeMismatch as ResumeMismatch
     from tenuto_engine._errors import UnsupportedCache as UnsupportedCache
+    from tenuto_engine._facts import ModelFacts as ModelFacts
+    from tenuto_engine._facts import model_facts as model_facts
     from tenuto_engine._generation import Generation as Generation
     from tenuto_engine._geometry import Geometry as Geometry
     from tenuto_engine._inventory import StoredAttempt as StoredAttempt
@@ -72,9 +74,14 @@ if TYPE_CHECKING:
     from tenuto_engine._inventory import read_job as read_job
     from tenuto_engine._inventory import stored_attempts as stored_attempts
     from tenuto_engine._live import LiveCheckpoint as LiveCheckpoint
+    from tenuto_engine._memory import MemoryUse as MemoryUse
+    from tenuto_engine._memory import default_budget as default_budget
+    from tenuto_engine._memory import limit_memory as limit_memory
+    from tenuto_engine._memory import memory_use as memory_use
     from tenuto_engine._options import GenerationOptions as GenerationOptions
     from tenuto_engine._options import PendingLogprobs as PendingLogprobs
     from tenuto_engine._resume import resume_options as resume_options
+    from tenuto_engine._row_cost import RowCost as RowCost
     from tenuto_engine._sequence import GenerationStats as GenerationStats
     from tenuto_engine._sequence import Sequence as Sequence
     from tenuto_engine._sequence import SequenceState as SequenceState
@@ -106,6 +113,7 @@ _HOMES = {
         "ResumeMismatch",
         "UnsupportedCache",
     ],
+    "_facts": ["ModelFacts", "model_facts"],
     "_generation": ["Generation"],
     "_geometry": ["Geometry"],
     "_inventory": [
@@ -120,8 +128,10 @@ _HOMES = {
         "stored_attempts",
     ],
     "_live": ["LiveCheckpoint"],
+    "_memory": ["MemoryUse", "default_budget", "limit_memory", "memory_use"],
     "_options": ["GenerationOptions", "PendingLogprobs"],
     "_resume": ["resume_options"],
+    "_row_cost": ["RowCost"],
     "_sequence": ["GenerationStats", "Sequence", "SequenceState", "TokenEvent"],
     "_store": ["CheckpointStore", "Durable"],
     "_token": ["Token"],

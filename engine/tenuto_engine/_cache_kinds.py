@@ -96,6 +96,10 @@ class CacheKind:
         """Positions (slots, for a ring) of the positional arrays of a whole saved state."""
         return 0
 
+    def window(self, cache: Any) -> int | None:
+        """The most positions that ``cache`` keeps; None if it keeps them all."""
+        return None
+
     def check(self, meta: Meta) -> None:
         """Raise ``Contradiction`` unless a cache can be in this state; the integers are >= 0."""
 
@@ -224,6 +228,9 @@ class _Chunked(_Growing):
     def held(self, meta: Meta) -> tuple[Held, ...]:
         return _runs(Held(0, meta["start_position"], meta["offset"] - meta["start_position"]))
 
+    def window(self, cache: Any) -> int | None:
+        return int(cache.chunk_size)
+
     def check(self, meta: Meta) -> None:
         require(meta["start_position"] <= meta["offset"], "it starts behind its end")
         super().check(meta)
@@ -253,6 +260,9 @@ class _Ring(_Growing):
 
     def stored_length(self, meta: Meta) -> int:
         return meta["capacity"]
+
+    def window(self, cache: Any) -> int | None:
+        return int(cache.max_size)
 
     def check(self, meta: Meta) -> None:
         offset, idx, capacity = meta["offset"], meta["idx"], meta["capacity"]

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from pathlib import Path
-from typing import Final
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -25,19 +24,14 @@ from tenuto_engine._decode import (
 from tenuto_engine._errors import InvalidOption
 from tenuto_engine._fs import StrPath
 from tenuto_engine._generation import Generation
-from tenuto_engine._geometry import Geometry, geometry_of
+from tenuto_engine._geometry import DECODE_WIDTH, Geometry, default_chunk, geometry_of
 from tenuto_engine._live import LiveCheckpoint
 from tenuto_engine._model import LoadedModel
 from tenuto_engine._options import GenerationOptions
 from tenuto_engine._prefill import PrefillTurn, prefill_step
+from tenuto_engine._row_cost import RowCost, row_cost
 from tenuto_engine._sequence import Sequence, SequenceState, TokenEvent
 from tenuto_engine._slots import Row, Slots
-
-CHUNK_GPU: Final = 512
-CHUNK_CPU: Final = 32
-
-# This version forwards each row alone.
-DECODE_WIDTH: Final = 1
 
 
 class Engine:
@@ -64,6 +58,7 @@ class Engine:
         self._generations: weakref.WeakKeyDictionary[Sequence, weakref.ref[Generation]]
         self._generations = weakref.WeakKeyDictionary()
         self._geometry: Geometry | None = None
+        self._row_cost = _cost(loaded, chunk_size)
         self._hash_cache = hash_cache
 
     @classmethod
@@ -94,7 +89,7 @@ class Engine:
             InvalidOption: ``slots`` or ``chunk_size`` is below 1.
         """
         on_gpu = mx.default_device().type == mx.DeviceType.gpu
-        chunk = (CHUNK_GPU if on_gpu else CHUNK_CPU) if chunk_size is None else chunk_size
+        chunk = default_chunk() if chunk_size is None else chunk_size
         for name, value in (("slots", slots), ("chunk_size", chunk)):
             if value < 1:
                 raise InvalidOption(name, f"must be at least 1, is {value}")
@@ -143,9 +138,22 @@ class Engine:
         """All that decides the bits of a logit here; computed at the first use."""
         if self._geometry is None:
             self._geometry = geometry_of(
-                self._loaded, width=DECODE_WIDTH, chunk=self._chunk, cache_file=self._hash_cache
+                self._loaded.path,
+                width=DECODE_WIDTH,
+                chunk=self._chunk,
+                cache_file=self._hash_cache,
             )
         return self._geometry
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes that the model takes, without rows."""
+        return self._loaded.weight_bytes
+
+    @property
+    def row_cost(self) -> RowCost:
+        """How many bytes a row may need, by its length."""
+        return self._row_cost
 
     def encode_prompt(self, prompt: _prompt.Prompt, raw: bool = False) -> list[int]:
         """Token ids of a text, of chat messages or of ids.
@@ -304,6 +312,13 @@ class Engine:
         for sequence, reference in list(self._generations.items()):
             if reference() is None:
                 self.close(sequence)
+
+
+def _cost(loaded: LoadedModel, chunk: int) -> RowCost:
+    try:
+        return row_cost(loaded.model, loaded.make_caches, chunk)
+    except Exception as error:
+        raise _model.cannot_run(loaded.path, error) from error
 
 
 def _begin(row: Row) -> None:

@@ -15,13 +15,17 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final, Protocol, Self
+from typing import Any, Final, Self
 
 import mlx.core as mx
 import xxhash
 
 from tenuto_engine._errors import ModelLoadError
 
+CHUNK_GPU: Final = 512
+CHUNK_CPU: Final = 32
+# This version forwards each row alone.
+DECODE_WIDTH: Final = 1
 ATTENTION: Final = "mlx-sdpa/1"
 KV_PLAIN: Final = "none"
 NUMERIC_ENVIRONMENT: Final = (
@@ -108,15 +112,13 @@ class Geometry:
         ]
 
 
-class HasPath(Protocol):
-    """A loaded model, as far as its geometry goes."""
-
-    @property
-    def path(self) -> Path: ...
+def default_chunk() -> int:
+    """Tokens of a prefill chunk on this device where nobody says otherwise."""
+    return CHUNK_GPU if mx.default_device().type == mx.DeviceType.gpu else CHUNK_CPU
 
 
 def geometry_of(
-    loaded: HasPath,
+    folder: Path,
     *,
     width: int,
     chunk: int,
@@ -125,7 +127,7 @@ def geometry_of(
     kv_scheme: str = KV_PLAIN,
     cache_file: Path | None = None,
 ) -> Geometry:
-    """The geometry of ``loaded`` on this machine, in this process.
+    """The geometry of the model in ``folder`` on this machine, in this process.
 
     Raises:
         ModelLoadError: the model's files cannot be read.
@@ -133,7 +135,7 @@ def geometry_of(
     device = mx.default_device()
     about = mx.device_info(device)
     return Geometry(
-        model_hash=hash_model(loaded.path, cache_file),
+        model_hash=hash_model(folder, cache_file),
         adapter_hash="",
         mlx_version=version("mlx"),
         mlx_lm_version=version("mlx-lm"),

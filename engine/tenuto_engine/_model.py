@@ -57,6 +57,11 @@ class LoadedModel:
     context_length: int | None
     eos_token_ids: frozenset[int]
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all arrays that the model holds."""
+        return sum(array.nbytes for array in _arrays(dict(self.model)))
+
     def make_caches(self) -> list[Any]:
         """Fresh, empty caches, one a layer."""
         return make_prompt_cache(self.model)
@@ -73,7 +78,7 @@ def load(path_or_repo: StrPath) -> LoadedModel:
         ModelLoadError: nothing usable is there; the message names the path and the reason.
         UnsupportedCache: the model keeps its state in a cache that cannot be saved exactly.
     """
-    folder = _find_folder(path_or_repo)
+    folder = find_folder(path_or_repo)
     model, config = _load_weights(folder)
     tokenizer = _load_tokenizer(folder, config)
     loaded = LoadedModel(
@@ -81,19 +86,24 @@ def load(path_or_repo: StrPath) -> LoadedModel:
         model=model,
         tokenizer=tokenizer,
         config=config,
-        vocab_size=_vocab_size(folder, config),
-        context_length=_first_integer(config, _CONTEXT_KEYS),
+        vocab_size=vocab_size_of(folder, config),
+        context_length=context_length_of(config),
         eos_token_ids=frozenset(tokenizer.eos_token_ids),
     )
     try:
         check_supported(loaded.make_caches())
     except UnsupportedCache as error:
         raise UnsupportedCache(f"{folder}: {error}") from error
-    _wire(model)
+    _wire(loaded.weight_bytes)
     return loaded
 
 
-def _find_folder(path_or_repo: StrPath) -> Path:
+def find_folder(path_or_repo: StrPath) -> Path:
+    """The folder of a model; a Hugging Face repository is fetched.
+
+    Raises:
+        ModelLoadError: there is none, or it lacks the files of a model.
+    """
     folder = Path(path_or_repo).expanduser()
     if not folder.exists():
         if isinstance(path_or_repo, str) and _HUB_NAME.fullmatch(path_or_repo):
@@ -134,7 +144,7 @@ def _load_weights(folder: Path) -> tuple[Any, dict[str, Any]]:
         mx.eval(_arrays(dict(model)))
     except Exception as error:
         mx.clear_cache()
-        raise ModelLoadError(f"{folder}: {_reason(error)}", hint=_hint(error)) from error
+        raise cannot_run(folder, error) from error
     return model, config
 
 
@@ -159,6 +169,11 @@ def _silence_length_warning(tokenizer: TokenizerWrapper) -> None:
         said["sequence-length-is-longer-than-the-specified-maximum"] = True
 
 
+def cannot_run(folder: Path, error: Exception) -> ModelLoadError:
+    """What is raised where a model's own code fails."""
+    return ModelLoadError(f"{folder}: {_reason(error)}", hint=_hint(error))
+
+
 def _reason(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     # The hub's client puts it before the error that it met.
@@ -171,7 +186,17 @@ def _hint(error: Exception) -> str:
     return "config.json and the weights must be of one model, and complete"
 
 
-def _vocab_size(folder: Path, config: Mapping[str, Any]) -> int:
+def context_length_of(config: Mapping[str, Any]) -> int | None:
+    """Most tokens of prompt and answer together; None if the model does not say."""
+    return _first_integer(config, _CONTEXT_KEYS)
+
+
+def vocab_size_of(folder: Path, config: Mapping[str, Any]) -> int:
+    """Token ids are below it.
+
+    Raises:
+        ModelLoadError: the model does not say.
+    """
     size = _first_integer(config, ("vocab_size",))
     if size is None:
         raise ModelLoadError(f"{folder}: config.json has no vocab_size", hint=_FOLDER_HINT)
@@ -186,11 +211,10 @@ def _first_integer(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | No
     return None
 
 
-def _wire(model: Any) -> None:
+def _wire(weights: int) -> None:
     if not mx.metal.is_available():
         return
     limit = int(mx.device_info()["max_recommended_working_set_size"])
-    weights = sum(array.nbytes for array in _arrays(model.parameters()))
     if weights > _WIRED_SHARE * limit:
         mx.set_wired_limit(limit)
 

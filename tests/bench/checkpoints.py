@@ -47,7 +47,7 @@ from bench.checkpoint_resume import (  # noqa: E402
 from bench.checkpoint_runs import Runs, measure_runs  # noqa: E402
 from bench.figures import machine  # noqa: E402
 from tenuto_engine import Engine  # noqa: E402
-from tenuto_engine._engine import CHUNK_CPU, CHUNK_GPU  # noqa: E402
+from tenuto_engine._geometry import CHUNK_CPU, CHUNK_GPU  # noqa: E402
 
 REPORT = HERE.parents[1] / "BENCHMARKS.md"
 SECTIONS = ("cost", "runs", "resume")

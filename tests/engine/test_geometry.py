@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -35,11 +35,6 @@ OTHER_VALUES = {
     "chunk_size": 512,
     "compiled": True,
 }
-
-
-@dataclass
-class Loaded:
-    path: Path
 
 
 @pytest.fixture
@@ -99,12 +94,12 @@ def test_the_geometry_of_a_loaded_model_names_this_machine(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLX_CUDA_USE_CUDNN_SDPA", "0")
-    geometry = geometry_of(Loaded(folder), width=1, chunk=32)
+    geometry = geometry_of(folder, width=1, chunk=32)
     assert geometry.environment["MLX_CUDA_USE_CUDNN_SDPA"] == "0"
     assert geometry.device_name
     assert (geometry.width, geometry.chunk_size) == (1, 32)
     monkeypatch.setenv("MLX_CUDA_USE_CUDNN_SDPA", "1")
-    again = geometry_of(Loaded(folder), width=1, chunk=32)
+    again = geometry_of(folder, width=1, chunk=32)
     assert again.differences(geometry) == ["MLX_CUDA_USE_CUDNN_SDPA: 1 here, 0 there"]
 
 

@@ -1,0 +1,110 @@
+"""``ModelFacts``: what can be told of a model from its files, without loading it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, cast
+
+from tenuto_engine._errors import ModelLoadError
+from tenuto_engine._fs import StrPath
+from tenuto_engine._geometry import DECODE_WIDTH, Geometry, default_chunk, geometry_of
+from tenuto_engine._model import context_length_of, find_folder, vocab_size_of
+
+_LENGTH_BYTES: Final = 8
+_LONGEST_HEADER: Final = 100 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """A model that is not loaded.
+
+    Attributes:
+        folder: where it is.
+        geometry: what it will have when it is loaded.
+        weight_bytes: what its weights take on disk, which is about what they take in memory.
+        context_length: most tokens of prompt and answer together; None if it does not say.
+        vocab_size: token ids are below it.
+    """
+
+    folder: Path
+    geometry: Geometry
+    weight_bytes: int
+    context_length: int | None
+    vocab_size: int
+
+
+def model_facts(
+    path_or_repo: StrPath, *, chunk_size: int | None = None, hash_cache: StrPath | None = None
+) -> ModelFacts:
+    """Look at a model folder, or at a Hugging Face repository by name, which is fetched.
+
+    Args:
+        chunk_size, hash_cache: as of ``Engine.load``.
+
+    Raises:
+        ModelLoadError: it cannot be loaded, as far as this tells: a file is missing, cut
+            short, or no JSON.
+    """
+    folder = find_folder(path_or_repo)
+    config = _config(folder / "config.json")
+    return ModelFacts(
+        folder=folder,
+        weight_bytes=weight_bytes(folder),
+        geometry=geometry_of(
+            folder,
+            width=DECODE_WIDTH,
+            chunk=default_chunk() if chunk_size is None else chunk_size,
+            cache_file=None if hash_cache is None else Path(hash_cache),
+        ),
+        context_length=context_length_of(config),
+        vocab_size=vocab_size_of(folder, config),
+    )
+
+
+def weight_bytes(folder: Path) -> int:
+    """Bytes of all tensors in the weight files of a model folder, by their headers.
+
+    Raises:
+        ModelLoadError: a file cannot be read, is cut short, or is no safetensors file.
+    """
+    return sum(_tensor_bytes(path) for path in sorted(folder.glob("model*.safetensors")))
+
+
+def _tensor_bytes(path: Path) -> int:
+    try:
+        with path.open("rb") as stream:
+            length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+            if not 0 < length <= _LONGEST_HEADER:
+                raise ModelLoadError(f"{path}: is no safetensors file", hint=_HINT)
+            header = json.loads(stream.read(length))
+            size = path.stat().st_size
+        ends = [each["data_offsets"][1] for name, each in header.items() if name[:2] != "__"]
+        wanted = int(max(ends, default=0))
+    except OSError as error:
+        raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ModelLoadError(f"{path}: is no safetensors file", hint=_HINT) from error
+    if size < _LENGTH_BYTES + length + wanted:
+        raise ModelLoadError(
+            f"{path}: has {size} bytes, and {_LENGTH_BYTES + length + wanted} belong to it",
+            hint=_HINT,
+        )
+    return wanted
+
+
+_HINT: Final = "it is damaged, or its download was cut short; fetch it again"
+
+
+def _config(path: Path) -> Mapping[str, Any]:
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ModelLoadError(f"{path}: is no JSON: {error}", hint=_HINT) from error
+    if not isinstance(config, dict):
+        raise ModelLoadError(f"{path}: holds no object", hint=_HINT)
+    return cast(Mapping[str, Any], config)
