@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -72,6 +73,11 @@ class CheckpointWriter:
         on_error: called with a store and its error, once for each distinct condition
             until a checkpoint of that store becomes durable again.
         max_pending_bytes: how much memory may wait; one delta may always.
+
+    Attributes:
+        written: deltas written since it began.
+        written_bytes: their size in memory.
+        written_seconds: how long that took, disk included.
     """
 
     def __init__(
@@ -87,6 +93,9 @@ class CheckpointWriter:
         self._items: deque[_Item] = deque()
         self._jobs: WeakKeyDictionary[CheckpointStore, _Job] = WeakKeyDictionary()
         self._pending = 0
+        self.written = 0
+        self.written_bytes = 0
+        self.written_seconds = 0.0
         self._busy = False
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="checkpoint-writer", daemon=True)
@@ -229,6 +238,7 @@ class CheckpointWriter:
 
     def _write(self, item: _Item) -> bool:
         store = item.store
+        began = time.monotonic()
         try:
             durable = item.write()
         except CheckpointWriteError as error:
@@ -238,6 +248,10 @@ class CheckpointWriter:
             _log.exception("saving a checkpoint in %s", store.folder)
             self._report(store, CheckpointWriteError(store.folder, f"{error!r}"))
             return False
+        if item.nbytes:
+            self.written += 1
+            self.written_bytes += item.nbytes
+            self.written_seconds += time.monotonic() - began
         if durable:
             self._jobs[store].reported.clear()
             if self._on_saved is not None:

@@ -93,7 +93,7 @@ class Checkpoints:
         except CheckpointError as error:
             run.log.warning("checkpoints not readable", error=str(error))
             return None
-        said = set()
+        said: set[tuple[Path, str]] = set()
         damages: list[CheckpointCorrupt] = []
         for stored in found:
             # What can be told from headers comes first: reading a whole checkpoint takes time.
@@ -105,10 +105,13 @@ class Checkpoints:
             )
             if not problem:
                 try:
-                    return stored.load()
+                    checkpoint = stored.load()
                 except CheckpointCorrupt as error:
                     damages.append(error)
                     problem = str(error)
+                else:
+                    run.passed_over = bool(said)
+                    return checkpoint
             if (stored.path, problem) not in said:
                 said.add((stored.path, problem))
                 run.log.warning("checkpoint passed over", file=stored.path.name, reason=problem)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
+from . import _metrics as metrics
 from ._errors import RedisAway
 from ._logging import get_log
 from ._models import ModelPool
@@ -115,6 +116,8 @@ class Claimer:
             return False
         run = Run(claim)
         run.log.info("job claimed", model=model, attempt=claim.attempts, tokens=claim.tokens)
+        metrics.claimed.labels(model).inc()
+        metrics.queue_wait.labels(model).observe(claim.waited)
         self._runs.add(run)
         self._on_claim(run)
         return True

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 
 from tenuto_client import Token
 
+from . import _metrics as metrics
 from ._errors import ConfigError
 from ._logging import get_log
 from ._preparer import Plan, Road
 from ._publisher import Publisher
 from ._run import End, EndKind, Phase, Run, Runs, Stop, end_of
 from ._settings import WorkerSettings
+from ._tallies import RowMeter, Tally
 
 if TYPE_CHECKING:
     from tenuto_engine import (
@@ -37,6 +39,7 @@ class _Row:
     run: Run
     sequence: Sequence
     store: CheckpointStore
+    meter: RowMeter
     divergences: str | None = None
 
 
@@ -55,6 +58,8 @@ class DecodeThread:
     Attributes:
         hosts: the loaded models by name; complete once `load` has returned.
         beat: when the thread was last seen alive, by the monotonic clock.
+        tallies: what was counted of each model.
+        paused: decoding waits because Redis is too far behind.
     """
 
     def __init__(
@@ -71,7 +76,8 @@ class DecodeThread:
         self._changed = threading.Condition()
         self._inbox: list[Plan] = []
         self._woken = False
-        self._paused = False
+        self.paused = False
+        self.tallies = {name: Tally() for name in settings.models}
         self._log = get_log()
         self.hosts: dict[str, Host] = {}
         self.beat = time.monotonic()
@@ -148,8 +154,8 @@ class DecodeThread:
         """Whether Redis is so far behind that decoding has to wait for it."""
         rows = [row for host in self.hosts.values() for row in host.rows]
         full = any(row.run.unsent >= self._settings.max_unsent_tokens for row in rows)
-        if full != self._paused:
-            self._paused = full
+        if full != self.paused:
+            self.paused = full
             self._log.warning("decoding paused" if full else "decoding goes on")
         if full:
             for row in rows:
@@ -188,7 +194,10 @@ class DecodeThread:
         sequence = host.engine.add(road.tokens, road.options)
         if road.recomputes:
             plan.run.relabel(road.recomputes)
-        row = _Row(plan.run, sequence, plan.store)
+        if plan.run.claim.attempts > 1:
+            metrics.recoveries.labels(host.name, road.kind).inc()
+        meter = RowMeter(self.tallies[host.name], plan.run, sequence)
+        row = _Row(plan.run, sequence, plan.store, meter)
         host.rows.append(row)
         self._note(row)
 
@@ -249,19 +258,20 @@ class DecodeThread:
     def _step(self, host: Host) -> None:
         rows = {row.sequence: row for row in host.rows}
         for event in host.engine.step():
-            self._take(rows[event.sequence].run, event)
+            self._take(rows[event.sequence], event)
         for row in rows.values():
             self._note(row)
             if row.sequence.state.is_end:
                 host.rows.remove(row)
                 self._publisher.end(row.run, self._end(row))
 
-    def _take(self, run: Run, event: TokenEvent) -> None:
-        token = event.token
+    def _take(self, row: _Row, event: TokenEvent) -> None:
+        run, token = row.run, event.token
         assert token.index == len(run.tokens) + 1, "the engine hands tokens out in order"
         run.tokens.append(
             Token(token.token, token.index, token.text, token.logprob, token.top_logprobs)
         )
+        row.meter.token(token.index)
         self._publisher.appended(run)
 
     def _note(self, row: _Row) -> None:
@@ -276,6 +286,7 @@ class DecodeThread:
             run.progress(Phase.CATCH_UP, sequence.catch_up_done, sequence.catch_up_total)
         else:
             run.progress(Phase.DECODE, len(run.tokens), sequence.options.max_tokens)
+        row.meter.progress(sequence)
         self._judge(row)
 
     def _judge(self, row: _Row) -> None:

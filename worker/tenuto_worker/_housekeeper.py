@@ -15,6 +15,7 @@ import redis
 
 from tenuto_client import Keys
 
+from . import _metrics as metrics
 from ._collector import Collector
 from ._errors import RedisAway
 from ._logging import get_log
@@ -120,6 +121,7 @@ class Housekeeper:
         for job, found in zip(jobs, self._scripts.run_all([*map(reap_call, jobs)]), strict=True):
             # A completed one has only ended since it was listed.
             if found.state not in ("alive", "completed", "gone"):
+                metrics.reaped.inc()
                 self._log.warning("job reaped", job=job, state=found.state, lost_by=found.worker)
 
     def _may_reap(self) -> bool:

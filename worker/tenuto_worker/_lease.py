@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from . import _metrics as metrics
 from ._errors import RedisAway
 from ._redis import Outage
 from ._run import Run, Runs, Stop
@@ -77,6 +78,7 @@ class LeaseKeeper:
             self._stuck.discard(run)
             return True
         if run not in self._stuck:
+            metrics.stuck.inc()
             self._stuck = {each for each in self._runs.all() if each in self._stuck} | {run}
             run.log.error(
                 "attempt stuck, lease not renewed", phase=run.phase.value, limit_seconds=limit

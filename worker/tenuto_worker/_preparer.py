@@ -55,11 +55,13 @@ class Road:
     Attributes:
         tokens, options: the arguments.
         recomputes: why what comes after it may have other bits; None when it cannot.
+        kind: one of `RECOVERIES`.
     """
 
     tokens: list[int]
     options: GenerationOptions
     recomputes: str | None = None
+    kind: str = "replay"
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,10 +324,11 @@ def resume_road(
     from tenuto_engine import ResumeMismatch, resume_options
 
     try:
-        return [Road(*resume_options(checkpoint, options, published, prompt_tokens=prompt))]
+        arguments = resume_options(checkpoint, options, published, prompt_tokens=prompt)
     except ResumeMismatch as error:
         run.log.warning("checkpoint not usable", error=str(error))
         return []
+    return [Road(*arguments, kind="older" if run.passed_over else "checkpoint")]
 
 
 def _covered(checkpoint: Checkpoint) -> int:
@@ -341,7 +344,7 @@ def prefill_road(
         options, initial_generated_tokens=len(published), initial_tokens=tuple(published)
     )
     tokens = [*prompt, *(token.token for token in published)]
-    return Road(tokens, resumed, PREFILLED)
+    return Road(tokens, resumed, PREFILLED, kind="prefill")
 
 
 def check_length(prompt: int, max_tokens: int, context: int | None) -> None:

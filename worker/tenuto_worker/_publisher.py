@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from . import _metrics as metrics
 from ._errors import RedisAway
 from ._redis import Backoff, Outage
 from ._run import End, EndKind, Phase, Run, Runs, Stop
@@ -174,12 +175,14 @@ class Publisher:
     # -- sending -----------------------------------------------------------------------
 
     def _send(self, items: list[_Item]) -> bool:
+        began = time.monotonic()
         try:
             answers = self._outage.attempt(
                 lambda: self._scripts.run_all([item.call for item in items])
             )
         except RedisAway:
             return False
+        metrics.publish_seconds.observe(time.monotonic() - began)
         self._backoff.reset()
         for item, answer in zip(items, answers, strict=True):
             item.take(item.run, answer)
@@ -205,6 +208,7 @@ class Publisher:
         if answer.status is PublishStatus.GAP:
             # Redis lost the end of what it had acknowledged; we still have it.
             if answer.tokens < run.sent:
+                metrics.lost_by_redis.inc(run.sent - answer.tokens)
                 run.log.warning("redis lost tokens, sent again", had=run.sent, has=answer.tokens)
             run.sent = answer.tokens
         else:
@@ -225,6 +229,7 @@ class Publisher:
             facts["error"] = run.end.error
         level("job ended", state=state, finish_reason=run.end.reason or None, **facts)
         if answer == "ok":
+            metrics.ended.labels(run.model, state).inc()
             self._on_ended(run, state)
         self._runs.remove(run)
 
@@ -234,7 +239,11 @@ class Publisher:
             self._fence(run)
             return
         run.log.info("job handed back", reason=run.end.reason, state=answer, tokens=len(run.tokens))
+        metrics.released.labels(run.model, run.end.reason).inc()
+        if run.end.reason == "preempt":
+            metrics.preempted.labels(run.model).inc()
         if answer != "queued":
+            metrics.ended.labels(run.model, answer).inc()
             self._on_ended(run, answer)
         self._runs.remove(run)
 

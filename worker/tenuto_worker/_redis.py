@@ -125,15 +125,30 @@ class Outage:
     Args:
         revive: starts the embedded server again, and returns its pid if it did; None where the
             server is not ours.
+
+    Attributes:
+        count: how often Redis went away.
     """
 
     def __init__(self, revive: Callable[[], int | None] | None = None) -> None:
         self._revive = revive
         self._lock = threading.Lock()
         self._since: float | None = None
+        self.count = 0
+        self._past = 0.0
         self._revived = 0.0
         self._complaint = ""
         self._log = get_log()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether Redis is away, as far as is known."""
+        return self._since is not None
+
+    def seconds(self) -> float:
+        """How long Redis was away in all, up to now."""
+        with self._lock:
+            return self._past + (0.0 if self._since is None else time.monotonic() - self._since)
 
     def attempt(self, call: Callable[[], T]) -> T:
         """What `call` returns. Any error but that Redis is away is passed on: it is a bug.
@@ -158,6 +173,7 @@ class Outage:
             now = time.monotonic()
             if self._since is None:
                 self._since = now
+                self.count += 1
                 self._log.warning("redis away", error=str(error) or type(error).__name__)
             away = now - self._since
             due = away > 1.0 and now - self._revived > _REVIVE_EVERY_S
@@ -171,6 +187,7 @@ class Outage:
             # A call that began before proves nothing: its answer may have been on its way.
             if self._since is not None and started > self._since:
                 self._log.info("redis back", seconds=round(time.monotonic() - self._since, 1))
+                self._past += time.monotonic() - self._since
                 self._since = None
                 self._complaint = ""
 

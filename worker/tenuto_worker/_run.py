@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 
 from tenuto_client import Token
 
+from . import _metrics as metrics
 from ._logging import Log, get_log
 from ._scripts import Claim, Fence
+from ._spans import begin_span, trace_id
 
 if TYPE_CHECKING:
     from tenuto_engine import CheckpointStore
@@ -110,14 +112,19 @@ class Run:
 
     Attributes:
         claim, fence: what the claim said.
+        claimed_at: when it was claimed, by the monotonic clock.
+        log: its lines carry job, epoch and, where the job was submitted in a trace, its id.
+        span: the attempt as tracing sees it.
         phase, done, total: progress, as readers see it.
         beat: when it last made progress, by the monotonic clock.
         tokens: all tokens of the job from index 1, published or not. Appended to by its thread.
         sent: how many of them stand in the stream. Moved by the publisher.
         sent_at: when it last sent some.
+        passed_over: newer checkpoints than the one it goes on from could not be used.
         store: where its checkpoints go; None before it is prepared.
         durable: how many of its tokens the last durable checkpoint covers. Set by the preparer,
             then by the writer.
+        durable_at: when that was last so, or it was claimed, by the monotonic clock.
         checkpoint_error: why its last checkpoint could not be saved; "" if it was. Set by the
             writer.
         bound: what was stored with the claim; None before.
@@ -130,7 +137,11 @@ class Run:
     def __init__(self, claim: Claim) -> None:
         self.claim = claim
         self.fence: Fence = claim.fence
+        self.claimed_at = time.monotonic()
         self.log: Log = get_log(job=self.fence.job_id, epoch=self.fence.epoch)
+        if trace := trace_id(claim.traceparent):
+            self.log = self.log.bind(trace_id=trace)
+        self.span = begin_span(claim)
         self.phase = Phase.LOADING
         self.done = 0
         self.total = 0
@@ -138,8 +149,10 @@ class Run:
         self.tokens: list[Token] = []
         self.sent = 0
         self.sent_at = 0.0
+        self.passed_over = False
         self.store: CheckpointStore | None = None
         self.durable = claim.durable
+        self.durable_at = self.claimed_at
         self.checkpoint_error = ""
         self.end: End | None = None
         self.end_tried = False
@@ -192,11 +205,14 @@ class Run:
         elif self.end_tried:
             self.log.info("job ended, the answer was lost")
         else:
+            metrics.fenced.labels(self.model).inc()
             self.log.warning("attempt fenced", phase=self.phase.value, unsent=self.unsent)
         return True
 
     def progress(self, phase: Phase, done: int = 0, total: int = 0) -> None:
         """Note where it stands; anything new counts as a sign of life."""
+        if phase is not self.phase:
+            self.span.event(phase.value)
         if (phase, done, total) != (self.phase, self.done, self.total):
             self.phase, self.done, self.total = phase, done, total
             self.beat = time.monotonic()
@@ -208,6 +224,7 @@ class Run:
     def relabel(self, reason: str, *, instead_of: str | None = None) -> None:
         """The job is `recomputed` from now on. The first reason stays, if not `instead_of`."""
         if self.exactness != "recomputed":
+            metrics.recomputed.labels(self.model).inc()
             self.log.warning("job recomputed", reason=reason)
         elif self.exactness_reason != instead_of:
             return
@@ -250,6 +267,7 @@ class Runs:
                 del self._runs[key]
             self._changed.notify_all()
         if keys:
+            _end_span(run)
             self.on_gone(run)
 
     def all(self) -> list[Run]:
@@ -270,3 +288,13 @@ class Runs:
         """Whether no run was left before the time was over."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._runs, timeout)
+
+
+def _end_span(run: Run) -> None:
+    end = run.end
+    if run.fenced or end is None:
+        outcome, failed = "fenced", False
+    else:
+        outcome = end.reason if end.kind is EndKind.RELEASED else end.kind.value
+        failed = end.kind is EndKind.FAILED or outcome == "error"
+    run.span.end(outcome, failed=failed, tokens=len(run.tokens), exactness=run.exactness)

@@ -59,6 +59,8 @@ class Claim:
         namespace: id of the data set that the job belongs to.
         heirs: ids of the earlier ones whose checkpoints it may go on from.
         record: fields of the job's hash that no attempt changes, or that count attempts.
+        waited, age: seconds from when it was queued, and from its submit, to this claim.
+        traceparent: the span that it was submitted in, as W3C writes it.
     """
 
     fence: Fence
@@ -75,6 +77,9 @@ class Claim:
     namespace: str
     heirs: frozenset[str]
     record: Mapping[str, bytes]
+    waited: float
+    age: float
+    traceparent: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,6 +432,9 @@ def _claim(reply: list[Any]) -> Claim | list[Left]:
         value = fields.get(name)
         return None if value is None else value.decode()
 
+    def before_claim(name: bytes) -> float:
+        return max(0.0, float(fields[b"claimed_at"]) - float(fields[name]))
+
     return Claim(
         fence=Fence(fields[b"id"].decode(), int(fields[b"epoch"]), fields[b"nonce"].decode()),
         model=fields[b"model"].decode(),
@@ -442,4 +450,7 @@ def _claim(reply: list[Any]) -> Claim | list[Left]:
         namespace=namespace.decode(),
         heirs=frozenset(heir.decode() for heir in heirs),
         record={name: fields[name.encode()] for name in RECORDED if name.encode() in fields},
+        waited=before_claim(b"queued_at"),
+        age=before_claim(b"created_at"),
+        traceparent=text(b"traceparent"),
     )

@@ -14,6 +14,7 @@ import redis
 
 from tenuto_client import Keys
 
+from . import _metrics as metrics
 from ._logging import get_log
 from ._redis import Patience
 from ._scripts import JobScripts
@@ -31,6 +32,7 @@ def take_back(client: redis.Redis, keys: Keys, holder: str, patience: Patience) 
         job_id = job.decode()
         state = patiently(partial(scripts.take_back, job_id, holder))
         if state != "foreign":
+            metrics.taken_back.inc()
             get_log(job=job_id).warning("job taken back", state=state, lost_by=holder)
             taken.append(job_id)
     return taken
