@@ -30,6 +30,11 @@ class ModelInfo:
         fingerprint: identifies the bytes of model, adapter and tokenizer.
         features: whatever else a client may want to know, such as `chat_template`.
         announced_at: Redis's time, Unix seconds.
+        max_prompt, max_tokens: the most that a worker takes; None is no limit. They are the widest
+            of those of the living workers; so is `max_context`, which bounds both together by the
+            memory that there is.
+        workers: how many living workers serve it, and `queued` how many jobs wait for it; 0 but in
+            what `Client.models()` returns.
     """
 
     name: str
@@ -38,6 +43,11 @@ class ModelInfo:
     fingerprint: str
     announced_at: float
     features: Mapping[str, Any] = field(default_factory=dict)
+    max_prompt: int | None = None
+    max_tokens: int | None = None
+    max_context: int | None = None
+    workers: int = 0
+    queued: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +65,8 @@ class WorkerInfo:
         checkpoint_bytes: what the checkpoints of its data dir take; None of a worker that does
             not tell. Of one that does, `checkpoint_budget` is what they may take (`--disk-budget`),
             None without a limit.
+        limits: its own `max_prompt`, `max_tokens` and `max_context` of each model, where it has
+            them.
     """
 
     name: str
@@ -71,14 +83,24 @@ class WorkerInfo:
     tokens_at_risk: int | None = None
     checkpoint_bytes: int | None = None
     checkpoint_budget: int | None = None
+    limits: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
 
-_OPTIONAL: Final = ("tokens_at_risk", "checkpoint_bytes", "checkpoint_budget")
+MODEL_LIMITS: Final = ("max_prompt", "max_tokens", "max_context")
+"""Names of the limits that a worker has for each model."""
+
+_OPTIONAL: Final = (
+    *("tokens_at_risk", "checkpoint_bytes", "checkpoint_budget"),
+    *MODEL_LIMITS,
+)
+_NOT_SAID: Final = ("name", "workers", "queued")
 
 
 def pack_announcement(info: ModelInfo | WorkerInfo) -> bytes:
     """The value under which `info.name` is the field."""
-    body = {each.name: getattr(info, each.name) for each in fields(info) if each.name != "name"}
+    body = {each.name: getattr(info, each.name) for each in fields(info)}
+    for name in _NOT_SAID:
+        body.pop(name, None)
     for name in _OPTIONAL:
         if body.get(name, 0) is None:
             del body[name]
@@ -106,7 +128,7 @@ def _unpack(kind: type[_T], name: str, packed: bytes) -> _T:
             f"what was announced of {name} has another version than {VERSION}",
             hint="upgrade tenuto-client",
         )
-    known = {each.name for each in fields(kind)} - {"name"}
+    known = {each.name for each in fields(kind)} - {*_NOT_SAID}
     try:
         return kind(name=name, **{key: value for key, value in body.items() if key in known})
     except TypeError as error:

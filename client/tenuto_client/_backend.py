@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from ._announce import ModelInfo, WorkerInfo
+from ._limits import Limits
 from ._records import EndEvent, JobRecord, JobState, ProgressEvent, StateEvent, Token
 from ._spec import Request
 
@@ -28,7 +29,8 @@ class Backend(Protocol):
     """Every method raises `ServerUnavailable` where there is a server that does not answer."""
 
     async def submit(self, request: Request) -> str:
-        """Accept a job and return its id; raises `UnknownModel`, `IdempotencyConflict`."""
+        """Accept a job and return its id; raises `UnknownModel`, `IdempotencyConflict`,
+        `LimitExceeded`."""
 
     async def status(self, job_id: str) -> JobRecord:
         """The job as it is; raises `JobGone`."""
@@ -55,6 +57,18 @@ class Backend(Protocol):
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
         """The workers that are alive."""
+
+    async def forget_model(self, model: str) -> None:
+        """Remove what was announced of a model; raises `InvalidRequest` while it is in use."""
+
+    async def limits(self) -> Limits:
+        """What is set."""
+
+    async def set_limits(self, model: str | None, values: Mapping[str, int]) -> None:
+        """Set limits of one model, or of all."""
+
+    async def clear_limits(self, model: str | None, names: Sequence[str]) -> None:
+        """Unset limits of one model, or of all."""
 
     async def close(self) -> None:
         """Let go of connections."""

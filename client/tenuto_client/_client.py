@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -12,6 +13,7 @@ from ._backend import Backend, Page
 from ._config import Settings
 from ._errors import InvalidRequest
 from ._job import Job
+from ._limits import check_names, check_values
 from ._records import JobRecord, JobState
 from ._redis import Connection
 from ._spec import Prompt, SubmitOptions, make_request
@@ -53,6 +55,7 @@ class BaseClient:
         Raises:
             InvalidRequest: names the parameter that is unknown or bad. Nothing was written.
             UnknownModel: no worker ever announced it. Nothing was written.
+            LimitExceeded: names the limit, and whether waiting may help. Nothing was written.
             IdempotencyConflict: the key was used with another body. Nothing was written.
             ServerUnavailable: no server answers, or it did not confirm what was asked for.
         """
@@ -68,12 +71,47 @@ class BaseClient:
         return await self.job(job_id).status()
 
     async def models(self) -> tuple[ModelInfo, ...]:
-        """Every model that a worker has ever announced, by name."""
+        """Every model that a worker has ever announced, by name; with how many living workers
+        serve it, and how many jobs wait for it."""
         return await self._backend.models()
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
         """The workers that are alive, by name."""
         return await self._backend.workers()
+
+    async def forget_model(self, model: str) -> None:
+        """Forget what was announced of a model; submit then refuses it.
+
+        Raises:
+            UnknownModel: there is none.
+            InvalidRequest: a living worker serves it, or jobs of it are queued or running.
+        """
+        await self._backend.forget_model(check.text("model", model, 128))
+
+    async def limits(self) -> dict[str, dict[str, int]]:
+        """The limits that are set, by model or `*`, and by name."""
+        return await self._backend.limits()
+
+    async def set_limits(self, values: Mapping[str, int], *, model: str | None = None) -> None:
+        """Set limits for one model, or for every model.
+
+        Args:
+            values: `max_tokens`, `max_prompt`, `max_queued_per_tenant`, `max_queued`, and, for
+                all models together, `max_stream_memory` in bytes.
+
+        Raises:
+            InvalidRequest: no such limit, or no such value.
+        """
+        await self._backend.set_limits(model, check_values(values, model))
+
+    async def clear_limits(self, *names: str, model: str | None = None) -> None:
+        """Unset limits of one model, or those of every model; all of them if none is named.
+
+        Raises:
+            InvalidRequest: no such limit.
+        """
+        check_names(names)
+        await self._backend.clear_limits(model, names)
 
     async def close(self) -> None:
         """Let go of the connections. Jobs go on."""

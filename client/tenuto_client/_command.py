@@ -23,6 +23,7 @@ from ._errors import (
     IllegalTransition,
     InvalidRequest,
     JobGone,
+    LimitExceeded,
     ServerUnavailable,
     TenutoError,
 )
@@ -36,7 +37,8 @@ INTERRUPTED: Final = 130
 PIPE_CLOSED: Final = 141
 
 _OURS: Final = (
-    "submit", "watch", "status", "cancel", "resume", "result", "delete", "list", "server", "doctor",
+    "submit", "watch", "status", "cancel", "resume", "result", "delete", "list", "models", "limits",
+    "server", "doctor",
 )  # fmt: skip
 _INTRODUCTION: Final = """\
 usage: tenuto COMMAND ...
@@ -220,5 +222,7 @@ def _exit_code(error: TenutoError) -> int:
         return UNREACHABLE
     if isinstance(error, JobGone):
         return NO_SUCH_JOB
+    if isinstance(error, LimitExceeded):
+        return FAILED if error.retryable else USAGE
     usage = (InvalidRequest, IdempotencyConflict, IllegalTransition, DataDirError)
     return USAGE if isinstance(error, usage) else FAILED

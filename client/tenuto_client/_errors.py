@@ -3,6 +3,7 @@
     TenutoError
     ├── InvalidRequest            a parameter is unknown or out of range; nothing was written
     │   └── UnknownModel          no worker has ever announced a model of this name
+    ├── LimitExceeded             a limit of queue or workers forbids it; nothing was written
     ├── IdempotencyConflict       the key was used before, with another body
     ├── IllegalTransition         its state forbids it, such as resuming a completed job
     ├── JobGone                   it never existed, was deleted, or its retention ended
@@ -67,6 +68,26 @@ class UnknownModel(InvalidRequest):
         )
         self.model = model
         self.known = known
+
+
+class LimitExceeded(TenutoError):
+    """A submit is over a limit. Nothing was written.
+
+    Attributes:
+        limit: its name, such as `max_queued`.
+        value: what the job asks for, or what there would be with it.
+        maximum: the most that is allowed.
+        retryable: whether waiting may help: it bounds what all jobs take together.
+    """
+
+    def __init__(
+        self, limit: str, value: int, maximum: int, problem: str, *, hint: str, retryable: bool
+    ) -> None:
+        super().__init__(f"{limit}: {problem}", hint=hint)
+        self.limit = limit
+        self.value = value
+        self.maximum = maximum
+        self.retryable = retryable
 
 
 class IdempotencyConflict(TenutoError):

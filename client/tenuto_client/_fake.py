@@ -7,7 +7,8 @@
         tenuto.proceed(job.id)                 # the rest, and its end
 
 Nothing takes time: a job runs as far as its reply says within `submit`, `resume` and `proceed`.
-Requests are checked as the real client checks them. `SyncClient.over(FakeClient())` blocks.
+Requests are checked as the real client checks them, and so are limits
+(`set_limits`). `SyncClient.over(FakeClient())` blocks.
 """
 
 from __future__ import annotations
@@ -15,19 +16,30 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
 from ._announce import ModelInfo, WorkerInfo
 from ._backend import Event, Page
 from ._client import BaseClient
-from ._errors import IdempotencyConflict, IllegalTransition, JobGone, UnknownModel
+from ._errors import (
+    IdempotencyConflict,
+    IllegalTransition,
+    InvalidRequest,
+    JobGone,
+    UnknownModel,
+)
+from ._limits import ALL_MODELS, MEANINGS, MEMORY, Limits, check_announced, limit_of, refusal
 from ._records import EndEvent, JobRecord, JobState, StateEvent, Token, Usage
-from ._spec import JobSpec, Request
-from ._store import check_context, new_job_id
+from ._spec import JobSpec, Request, pack_spec
+from ._store import new_job_id
 
 _WORKER: Final = "fake"
+# As the scripts account for memory: a job, a token of it, a top logprob of a token.
+_JOB_BYTES: Final = 4096
+_TOKEN_BYTES: Final = 64
+_LOGPROB_BYTES: Final = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +102,10 @@ class _FakeJob:
     entries: list[Token | StateEvent | EndEvent] = field(default_factory=list)
 
 
+# Inside the class, `list` is its method.
+_FakeJobs = list[_FakeJob]
+
+
 class _FakeStore:
     """The in-memory `Backend`."""
 
@@ -102,19 +118,21 @@ class _FakeStore:
         self._changed = asyncio.Event()
         # Creation times grow, since they order the list.
         self._clock = 0.0
+        self._limits: Limits = {}
 
     async def submit(self, request: Request) -> str:
         spec = request.spec.with_seed()
         key = (spec.tenant, spec.idempotency_key or "")
-        if self._any_model:
-            self._models.setdefault(spec.model, _model_info(spec.model))
-        if (model := self._models.get(spec.model)) is None:
-            raise UnknownModel(spec.model, list(self._models))
-        check_context(spec, model)
         if spec.idempotency_key is not None and (known := self._keys.get(key)) is not None:
             if known[1] != request.body_hash:
                 raise IdempotencyConflict(spec.idempotency_key, known[0])
             return known[0]
+        if self._any_model:
+            self._models.setdefault(spec.model, _model_info(spec.model))
+        if (model := self._models.get(spec.model)) is None:
+            raise UnknownModel(spec.model, list(self._models))
+        check_announced(spec, model)
+        self._check_limits(spec)
         reply = self.replies.popleft() if self.replies else FakeReply()
         self._clock = max(time.time(), self._clock + 0.001)
         job = _FakeJob(_new_record(spec, self._clock), spec, reply)
@@ -180,11 +198,32 @@ class _FakeStore:
         ][: page.limit]
 
     async def models(self) -> tuple[ModelInfo, ...]:
-        return tuple(info for _, info in sorted(self._models.items()))
+        return tuple(
+            replace(info, workers=1, queued=len(self._queued(name)))
+            for name, info in sorted(self._models.items())
+        )
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
         names = tuple(sorted(self._models))
         return (WorkerInfo(_WORKER, names, 1, 0, started_at=0.0, seen_at=time.time()),)
+
+    async def forget_model(self, model: str) -> None:
+        if model not in self._models:
+            raise UnknownModel(model, list(self._models))
+        raise InvalidRequest("model", f"worker {_WORKER} serves {model}")
+
+    async def limits(self) -> Limits:
+        return {model: dict(named) for model, named in sorted(self._limits.items())}
+
+    async def set_limits(self, model: str | None, values: Mapping[str, int]) -> None:
+        self._limits.setdefault(model or ALL_MODELS, {}).update(values)
+
+    async def clear_limits(self, model: str | None, names: Sequence[str]) -> None:
+        named = self._limits.setdefault(model or ALL_MODELS, {})
+        for name in names or MEANINGS:
+            named.pop(name, None)
+        if not named:
+            del self._limits[model or ALL_MODELS]
 
     async def close(self) -> None:
         pass
@@ -194,6 +233,25 @@ class _FakeStore:
         job = self._find(job_id)
         if not job.record.state.is_over:
             self._run(job, None)
+
+    def _check_limits(self, spec: JobSpec) -> None:
+        waiting = self._queued(spec.model)
+        held = sum(map(_held_bytes, self._jobs.values()))
+        would_be = {
+            "max_tokens": spec.max_tokens,
+            "max_prompt": len(spec.prompt) if spec.has_token_ids else 0,
+            "max_queued_per_tenant": 1 + sum(job.spec.tenant == spec.tenant for job in waiting),
+            "max_queued": 1 + len(waiting),
+            MEMORY: held + _most_bytes(spec),
+        }
+        for name, value in would_be.items():
+            maximum = limit_of(self._limits, spec.model, name)
+            if maximum is not None and value > maximum:
+                raise refusal(spec, name, value, maximum)
+
+    def _queued(self, model: str) -> _FakeJobs:
+        jobs = (job for job in self._jobs.values() if job.spec.model == model)
+        return [job for job in jobs if job.record.state is JobState.QUEUED]
 
     def _find(self, job_id: str) -> _FakeJob:
         if (job := self._jobs.get(job_id)) is None:
@@ -284,6 +342,17 @@ class _FakeStore:
         self._changed = asyncio.Event()
 
 
+def _held_bytes(job: _FakeJob) -> int:
+    if not job.record.state.is_over:
+        return _most_bytes(job.spec)
+    return _JOB_BYTES + len(pack_spec(job.spec)) + job.record.tokens * _TOKEN_BYTES
+
+
+def _most_bytes(spec: JobSpec) -> int:
+    a_token = _TOKEN_BYTES + _LOGPROB_BYTES * spec.logprobs
+    return _JOB_BYTES + 2 * len(pack_spec(spec)) + spec.max_tokens * a_token
+
+
 def _history(entry: Token | StateEvent | EndEvent) -> Event:
     if not isinstance(entry, EndEvent):
         return entry
@@ -314,4 +383,6 @@ def _new_record(spec: JobSpec, created_at: float) -> JobRecord:
         metadata=spec.metadata,
         tenant=spec.tenant,
         max_tokens=spec.max_tokens,
+        queue_ttl=spec.queue_ttl,
+        max_runtime=spec.max_runtime,
     )

@@ -61,6 +61,10 @@ def record_line(record: JobRecord) -> str:
                 phase_total=record.phase_total,
                 tokens_at_risk=record.tokens_at_risk,
                 checkpoint_error=record.checkpoint_error,
+                queue_ttl=record.queue_ttl,
+                max_runtime=record.max_runtime,
+                suspect=record.suspect or None,
+                preemptions=record.preemptions or None,
             ),
         }
     )

@@ -128,6 +128,9 @@ class JobRecord:
             None of them can be lost: they stand in the stream.
         checkpoint_error: why the last checkpoint of its newest attempt could not be saved; None
             if it was, or the job is completed. The job goes on without.
+        queue_ttl, max_runtime: as they were asked for, in seconds.
+        suspect: a worker died while it ran there; until it progresses it runs apart from others.
+        preemptions: how often it made way for a job of a higher priority.
     """
 
     id: str
@@ -155,3 +158,7 @@ class JobRecord:
     phase_total: int | None = None
     tokens_at_risk: int | None = None
     checkpoint_error: str | None = None
+    queue_ttl: float | None = None
+    max_runtime: float | None = None
+    suspect: bool = False
+    preemptions: int = 0

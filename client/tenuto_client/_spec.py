@@ -70,6 +70,8 @@ class SubmitOptions(TypedDict, total=False):
     frequency_context_size: int
     priority: int
     deadline: float | timedelta | None
+    queue_ttl: float | timedelta | None
+    max_runtime: float | timedelta | None
     tenant: str
     idempotency_key: str | None
     metadata: Mapping[str, Any]
@@ -104,6 +106,9 @@ class JobSpec:
             likewise `presence_context_size` and `frequency_context_size`.
         priority: -100 to 100; higher goes first.
         deadline: Unix seconds after which the job fails. A timedelta counts from now.
+        queue_ttl: seconds after which the job fails if no worker has started it; a timedelta will
+            do. Once started, it may wait as long as it must.
+        max_runtime: seconds that it may run in all, over all attempts.
         tenant: whose job it is; tenants of one priority take turns.
         idempotency_key: a second submit with the same key and body gets the same job.
         metadata: a JSON object that comes back in the record.
@@ -139,6 +144,8 @@ class JobSpec:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     retention: float | Literal["forever"] = DAY_S
     recovery: Literal["exact", "fast"] = "exact"
+    queue_ttl: float | None = None
+    max_runtime: float | None = None
 
     @property
     def least_prompt_tokens(self) -> int:
@@ -249,6 +256,8 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "frequency_context_size": lambda name, value: check.integer(name, value, 1, _TWO_MILLION),
     "priority": lambda name, value: check.integer(name, value, -100, 100),
     "deadline": lambda name, value: _deadline(name, value),
+    "queue_ttl": lambda name, value: _duration(name, value),
+    "max_runtime": lambda name, value: _duration(name, value),
     "tenant": lambda name, value: _tenant(name, value),
     "idempotency_key": lambda name, value: check.text(name, value, 255),
     "metadata": lambda name, value: json.loads(check.metadata(name, value)),
@@ -372,6 +381,11 @@ def _deadline(name: str, value: object) -> float:
     if at <= time.time():
         raise InvalidRequest(name, f"{at:.0f} is in the past", hint="Unix seconds, or a timedelta")
     return at
+
+
+def _duration(name: str, value: object) -> float:
+    seconds = value.total_seconds() if isinstance(value, timedelta) else value
+    return check.above_zero(name, seconds, _MAX_SECONDS, "leave it out for no limit")
 
 
 def _tenant(name: str, value: object) -> str:

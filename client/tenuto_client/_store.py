@@ -6,7 +6,7 @@ import hashlib
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Final, cast
@@ -23,11 +23,14 @@ from ._errors import (
     ServerUnavailable,
     UnknownModel,
 )
+from ._findings import count
+from ._limits import MEANINGS, Limits, check_announced, field_of, refusal, unpack_limits
 from ._reader import StreamReader
 from ._records import QUIET_PHASES, JobRecord, JobState
 from ._redis import Connection
 from ._scripts import source, ticket_payload
 from ._spec import JobSpec, Request, pack_spec
+from ._tails import Tails
 from ._wire import is_token_id
 from .keys import Keys
 
@@ -35,8 +38,13 @@ _FIELDS: Final = (
     "id", "model", "state", "epoch", "prompt_tokens", "tokens", "created_at", "started_at",
     "finished_at", "finish_reason", "exactness", "error", "priority", "metadata",
     "exactness_reason", "tenant", "worker", "attempts", "cancel", "max_tokens", "phase",
-    "phase_done", "phase_total", "durable", "checkpoint_error",
+    "phase_done", "phase_total", "durable", "checkpoint_error", "queue_ttl", "max_runtime",
+    "suspect", "preemptions",
 )  # fmt: skip
+
+
+# Inside the class, `list` is its method.
+_Words = list[str]
 
 
 class JobStore:
@@ -58,6 +66,7 @@ class JobStore:
         wait_timeout: float = 5.0,
     ) -> None:
         self._redis = connection
+        self._tails = Tails(connection)
         self._keys = keys
         self._wait_replicas = wait_replicas
         self._wait_fsync = wait_fsync
@@ -66,7 +75,8 @@ class JobStore:
     async def submit(self, request: Request) -> str:
         """Accept a job in one atomic step, once even when its answer is lost and it is repeated."""
         spec = request.spec.with_seed()
-        check_context(spec, await self._model(spec.model))
+        if not await self._is_known(spec):
+            check_announced(spec, await self._model(spec.model))
         packed = pack_spec(spec)
         tried: set[str] = set()
         job_id = new_job_id()
@@ -76,13 +86,13 @@ class JobStore:
             async def once(job_id: str = job_id, arguments: Sequence[Any] = arguments) -> Any:
                 again = job_id in tried
                 tried.add(job_id)
-                word, known = await self._submit_once(arguments)
+                word, *rest = await self._submit_once(arguments)
                 # Our own first try, whose answer was lost, is no stranger's job.
-                return ("existing" if again and word == "duplicate_id" else word), known
+                return ["existing" if again and word == "duplicate_id" else word, *rest]
 
-            word, known = await self._redis.retrying(once)
+            word, *rest = await self._redis.retrying(once)
             if word != "duplicate_id":
-                return await self._submitted(spec, word, known)
+                return await self._submitted(spec, word, rest)
             job_id = new_job_id()
 
     async def status(self, job_id: str) -> JobRecord:
@@ -125,7 +135,10 @@ class JobStore:
         self, job_id: str, after: int, reconnect_timeout: float | None
     ) -> AsyncGenerator[Event, None]:
         """What comes after token `after`, to the end."""
-        return StreamReader(self._redis, self._keys, job_id, after, reconnect_timeout).events()
+        reader = StreamReader(
+            self._redis, self._tails, self._keys, job_id, after, reconnect_timeout
+        )
+        return reader.events()
 
     async def list(self, page: Page) -> list[JobRecord]:
         """Jobs, newest first."""
@@ -144,9 +157,21 @@ class JobStore:
                 return found
 
     async def models(self) -> tuple[ModelInfo, ...]:
-        """Every model that was ever announced."""
-        entries = _pairs(await self._redis.call("HGETALL", self._keys.models()))
-        return tuple(unpack_model(name.decode(), value) for name, value in sorted(entries))
+        """Every model that was ever announced, with who serves it and how much waits."""
+        entries = sorted(_pairs(await self._redis.call("HGETALL", self._keys.models())))
+        known = [unpack_model(name.decode(), value) for name, value in entries]
+        counts = await self._redis.pipeline(
+            [("HGET", self._keys.queued(each.name), "*") for each in known]
+        )
+        workers = await self.workers()
+        return tuple(
+            replace(
+                each,
+                queued=int(queued or 0),
+                workers=sum(each.name in worker.models for worker in workers),
+            )
+            for each, queued in zip(known, counts, strict=True)
+        )
 
     async def workers(self) -> tuple[WorkerInfo, ...]:
         """The workers that are alive."""
@@ -156,9 +181,48 @@ class JobStore:
         known = [unpack_worker(name.decode(), value) for name, value in sorted(_pairs(entries))]
         return tuple(each for each in known if int(seconds) - each.seen_at <= ALIVE_S)
 
+    async def forget_model(self, model: str) -> None:
+        """Remove what was announced of a model that is not in use."""
+        word, who = await self._redis.retrying(partial(self._script, "forget", model, ALIVE_S))
+        if word == b"served":
+            raise InvalidRequest(
+                "model", f"worker {who.decode()} serves {model}", hint="stop its workers first"
+            )
+        if word == b"busy":
+            raise InvalidRequest(
+                "model",
+                f"{count(int(who), 'job')} of {model} are queued or running",
+                hint="cancel or delete them first: tenuto list --model",
+            )
+        if word == b"unknown":
+            raise UnknownModel(model, [info.name for info in await self.models()])
+
+    async def limits(self) -> Limits:
+        """What is set."""
+        return unpack_limits(await self._redis.call("HGETALL", self._keys.limits()))
+
+    async def set_limits(self, model: str | None, values: Mapping[str, int]) -> None:
+        """Set limits of one model, or of all."""
+        fields = [part for name, value in values.items() for part in (field_of(model, name), value)]
+        if fields:
+            await self._redis.call("HSET", self._keys.limits(), *fields)
+
+    async def clear_limits(self, model: str | None, names: Sequence[str]) -> None:
+        """Unset limits of one model, or of all."""
+        await self._redis.call(
+            "HDEL", self._keys.limits(), *(field_of(model, name) for name in names or MEANINGS)
+        )
+
     async def close(self) -> None:
         """Close the connections."""
         await self._redis.close()
+
+    async def _is_known(self, spec: JobSpec) -> bool:
+        """Whether the key was used before: then there is nothing to refuse."""
+        if spec.idempotency_key is None:
+            return False
+        key = self._keys.idem(spec.tenant, spec.idempotency_key)
+        return bool(await self._redis.call("EXISTS", key))
 
     async def _model(self, name: str) -> ModelInfo:
         packed = await self._redis.call("HGET", self._keys.models(), name)
@@ -182,15 +246,17 @@ class JobStore:
             body_hash,
             spec.max_tokens,
             json.dumps(spec.metadata),
+            len(spec.prompt) if spec.has_token_ids else 0,
+            *_options(spec),
         )
 
-    async def _submit_once(self, arguments: Sequence[Any]) -> tuple[str, str]:
+    async def _submit_once(self, arguments: Sequence[Any]) -> _Words:
         # WAIT counts the writes of its own connection only.
         async with self._redis.session(pinned=self._waits) as client:
-            word, job_id = await self._run(client, "submit", *arguments)
+            word, *rest = await self._run(client, "submit", *arguments)
             if self._waits and word in (b"created", b"existing", b"duplicate_id"):
-                await self._wait(client, job_id.decode())
-        return word.decode(), job_id.decode()
+                await self._wait(client, rest[0].decode())
+        return [each.decode() if isinstance(each, bytes) else str(each) for each in (word, *rest)]
 
     @property
     def _waits(self) -> bool:
@@ -212,7 +278,11 @@ class JobStore:
                     f"job {job_id}: the server has not confirmed it on disk", hint=hint
                 )
 
-    async def _submitted(self, spec: JobSpec, word: str, job_id: str) -> str:
+    async def _submitted(self, spec: JobSpec, word: str, rest: Sequence[str]) -> str:
+        if word == "limit":
+            name, value, maximum = rest
+            raise refusal(spec, name, int(value), int(maximum))
+        job_id = rest[0]
         if word == "conflict":
             raise IdempotencyConflict(spec.idempotency_key or "", job_id)
         if word == "unknown_model":
@@ -249,29 +319,18 @@ class JobStore:
             return await client.execute_command("EVAL", text, *arguments)
 
 
+def _options(spec: JobSpec) -> Iterator[str | float]:
+    """Fields and values of the job's hash that not every job has."""
+    for name in ("queue_ttl", "max_runtime"):
+        if (value := getattr(spec, name)) is not None:
+            yield from (name, value)
+    if spec.logprobs:
+        yield from ("logprobs", spec.logprobs)
+
+
 def new_job_id() -> str:
     """A random id of 16 hex digits."""
     return secrets.token_hex(8)
-
-
-def check_context(spec: JobSpec, model: ModelInfo) -> None:
-    """Refuse what cannot fit the model, as far as it is known without a tokenizer."""
-    room = model.context_length
-    if room is not None and spec.least_prompt_tokens + spec.max_tokens > room:
-        raise InvalidRequest(
-            "max_tokens",
-            f"{spec.max_tokens} after a prompt of "
-            f"{'' if spec.has_token_ids else 'at least '}{spec.least_prompt_tokens} "
-            f"is over the {room} tokens that {spec.model} can hold",
-            hint=f"at most {max(room - spec.least_prompt_tokens, 0)}",
-        )
-    if spec.has_token_ids and model.vocab_size is not None:
-        for place, token in enumerate(cast(tuple[int, ...], spec.prompt)):
-            if token >= model.vocab_size:
-                raise InvalidRequest(
-                    f"prompt[{place}]", f"{token} is no token of {spec.model}",
-                    hint=f"its vocabulary has {model.vocab_size}",
-                )  # fmt: skip
 
 
 @cache
@@ -310,7 +369,7 @@ def _record(values: Sequence[bytes | None]) -> JobRecord:
         value = text[name]
         return None if value is None else float(value)
 
-    def count(name: str) -> int | None:
+    def counted(name: str) -> int | None:
         value = text[name]
         return None if value is None else int(value)
 
@@ -318,26 +377,30 @@ def _record(values: Sequence[bytes | None]) -> JobRecord:
         id=text["id"] or "",
         model=text["model"] or "",
         state=JobState(text["state"] or ""),
-        epoch=count("epoch") or 0,
-        prompt_tokens=count("prompt_tokens"),
-        tokens=count("tokens") or 0,
+        epoch=counted("epoch") or 0,
+        prompt_tokens=counted("prompt_tokens"),
+        tokens=counted("tokens") or 0,
         created_at=number("created_at") or 0.0,
         started_at=number("started_at"),
         finished_at=number("finished_at"),
         finish_reason=text["finish_reason"],
         exactness=text["exactness"] or "exact",
         error=text["error"],
-        priority=count("priority") or 0,
+        priority=counted("priority") or 0,
         metadata=json.loads(text["metadata"] or "{}"),
         exactness_reason=text["exactness_reason"],
         tenant=text["tenant"] or "",
         worker=text["worker"],
-        attempts=count("attempts") or 0,
+        attempts=counted("attempts") or 0,
         cancelling=text["cancel"] is not None,
-        max_tokens=count("max_tokens") or 0,
+        max_tokens=counted("max_tokens") or 0,
         phase=text["phase"],
-        phase_done=count("phase_done"),
-        phase_total=count("phase_total"),
-        tokens_at_risk=_at_risk(text["state"], count("tokens") or 0, count("durable")),
+        phase_done=counted("phase_done"),
+        phase_total=counted("phase_total"),
+        tokens_at_risk=_at_risk(text["state"], counted("tokens") or 0, counted("durable")),
         checkpoint_error=text["checkpoint_error"],
+        queue_ttl=number("queue_ttl"),
+        max_runtime=number("max_runtime"),
+        suspect=text["suspect"] is not None,
+        preemptions=counted("preemptions") or 0,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import AsyncGenerator, Coroutine, Generator
+from collections.abc import AsyncGenerator, Coroutine, Generator, Mapping
 from types import TracebackType
 from typing import Any, Final, Generic, Self, TypeVar, Unpack
 
@@ -232,6 +232,22 @@ class SyncClient:
     def workers(self) -> tuple[WorkerInfo, ...]:
         """The workers that are alive, by name."""
         return self._loop.call(self._client.workers())
+
+    def forget_model(self, model: str) -> None:
+        """As `Client.forget_model`."""
+        self._loop.call(self._client.forget_model(model))
+
+    def limits(self) -> dict[str, dict[str, int]]:
+        """The limits that are set, by model or `*`, and by name."""
+        return self._loop.call(self._client.limits())
+
+    def set_limits(self, values: Mapping[str, int], *, model: str | None = None) -> None:
+        """As `Client.set_limits`."""
+        self._loop.call(self._client.set_limits(values, model=model))
+
+    def clear_limits(self, *names: str, model: str | None = None) -> None:
+        """As `Client.clear_limits`."""
+        self._loop.call(self._client.clear_limits(*names, model=model))
 
     def close(self) -> None:
         """Let go of the connections and end the thread. Jobs go on."""

@@ -16,7 +16,7 @@ PUBLIC = [
     "Client", "DataDirError", "EndEvent", "Event", "FakeClient", "FakeReply", "Finding",
     "IdempotencyConflict", "IllegalTransition", "InvalidRequest", "Job", "JobCancelled",
     "JobFailed", "JobGone", "JobNotCompleted", "JobRecord", "JobSpec", "JobState", "Keys", "Level",
-    "Message", "ModelInfo", "ProgressEvent", "Prompt", "ProtocolError", "Result", "ResultTimeout",
+    "LimitExceeded", "Message", "ModelInfo", "ProgressEvent", "Prompt", "ProtocolError", "Result", "ResultTimeout",
     "ServerStartFailed", "ServerUnavailable", "Settings", "StateEvent", "SubmitOptions",
     "SyncClient", "SyncJob", "TenutoError", "Token", "UnknownModel", "Usage", "WorkerInfo",
     "pack_announcement", "pack_spec", "pack_tokens", "script_source", "ticket_payload",

@@ -12,6 +12,7 @@ from tenuto_client._records import QUIET_PHASES, JobRecord, JobState
 from ._shared import add_job, ask, out, when, with_job
 
 HELP = "Show how a job is doing."
+_SUSPECT = "until it progresses, since a worker died while it ran"
 _EPILOG = """\
 recompute (--json: tokens_at_risk) counts the published tokens that no checkpoint covers yet. They
 stand in the stream and cannot be lost; a worker that takes the job over after a crash feeds them
@@ -57,7 +58,11 @@ def _rows(record: JobRecord, waits: str | None) -> list[tuple[str, str]]:
         ("because", record.exactness_reason),
         ("attempt", _attempt(record)),
         ("worker" if record.state is JobState.RUNNING else "last worker", record.worker),
+        ("apart", _SUSPECT if record.suspect else None),
+        ("made way", count(record.preemptions, "time") if record.preemptions else None),
         ("priority", record.priority),
+        ("queue ttl", None if record.queue_ttl is None else f"{record.queue_ttl:g} s"),
+        ("max runtime", None if record.max_runtime is None else f"{record.max_runtime:g} s"),
         ("created", when(record.created_at)),
         ("started", when(record.started_at)),
         ("finished", when(record.finished_at)),

@@ -12,6 +12,7 @@ from tenuto_client import _lines as lines
 from tenuto_client._command import complain
 from tenuto_client._config import Settings
 from tenuto_client._errors import InvalidRequest
+from tenuto_client._sync import SyncClient
 
 from ._shared import open_client, out
 from ._watching import watch
@@ -29,8 +30,9 @@ examples:
   tenuto submit smollm2 --prompt-json '[{"role": "user", "content": "Hello!"}]'
   tenuto watch "$(tenuto submit smollm2 'Hello!')"
 
-exit codes: 0 accepted (with --watch: completed), 1 with --watch: failed or cancelled,
-2 a bad parameter, 3 server not reachable
+exit codes: 0 accepted (with --watch: completed), 1 with --watch: failed or cancelled; also
+a limit of the queue, which may have room later (tenuto limits), 2 a bad parameter or more
+than a job may ask for, 3 server not reachable
 """
 # Options that go to the client's submit as they are: name, type, metavar, help.
 _PLAIN: Final[tuple[tuple[str, type, str, str], ...]] = (
@@ -69,6 +71,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--deadline", type=float, metavar="S", help="fail when not done in so many seconds"
     )
     parser.add_argument(
+        "--queue-ttl", type=float, metavar="S", help="fail when not started in so many seconds"
+    )
+    parser.add_argument(
+        "--max-runtime", type=float, metavar="S", help="fail after running for so many in all"
+    )
+    parser.add_argument(
         "--retention", metavar="S", help="seconds to keep it after its end, or forever (86400)"
     )
     parser.add_argument("--recovery", choices=("exact", "fast"), help="after a crash (exact)")
@@ -84,12 +92,21 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
             out(lines.record_line(job.status()))
         elif not args.watch:
             out(f"{job.id}\n")
+        _say_if_unserved(client, args.model)
     if not args.watch:
         return 0
     sys.stdout.flush()
     if not args.json:
         complain(f"job {job.id}")
     return watch(settings, job.id, 0, as_json=args.json)
+
+
+def _say_if_unserved(client: SyncClient, model: str) -> None:
+    if not any(model in worker.models for worker in client.workers()):
+        complain(
+            f"no worker serves {model} now; the job waits for one "
+            f"(tenuto worker --model {model}=PATH_OR_REPO)"
+        )
 
 
 def _prompt(args: argparse.Namespace) -> Any:
@@ -111,6 +128,8 @@ def _options(args: argparse.Namespace) -> Any:
     options["raw"] = args.raw or None
     options["ignore_eos"] = args.ignore_eos or None
     options["recovery"] = args.recovery
+    options["queue_ttl"] = args.queue_ttl
+    options["max_runtime"] = args.max_runtime
     if args.deadline is not None:
         options["deadline"] = _after(args.deadline)
     if args.retention is not None:

@@ -1,0 +1,169 @@
+"""The limits by name: what they bound, their values, and whether a submit is within them.
+
+They stand in the hash `limits`, `<model or *>|<name>` to a number, and are checked in Redis, in the
+step that accepts a job. What workers announce of themselves is checked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final, cast
+
+from . import _checks as check
+from ._announce import ModelInfo
+from ._errors import InvalidRequest, LimitExceeded
+from ._findings import size
+from ._spec import JobSpec
+from .keys import MODEL_NAME, MODEL_NAME_HINT
+
+ALL_MODELS: Final = "*"
+DEFAULT_MAX_QUEUED: Final = 100_000
+MEMORY: Final = "max_stream_memory"
+MEANINGS: Final[Mapping[str, str]] = {
+    "max_tokens": "tokens that a job may ask for",
+    "max_prompt": "tokens of a prompt, as far as they are known at submit",
+    "max_queued_per_tenant": "jobs of one tenant that wait for a model",
+    "max_queued": f"jobs that wait for a model ({DEFAULT_MAX_QUEUED:,} if unset)",
+    MEMORY: "bytes in Redis that all jobs may come to, also as 512MiB or 8GiB; not of one model",
+}
+"""What each limit bounds, in the order in which submit looks at them."""
+
+Limits = dict[str, dict[str, int]]
+"""Model or `*` -> name of a limit -> its value; only what is set."""
+
+_RETRYABLE: Final = ("max_queued_per_tenant", "max_queued", MEMORY)
+_MOST: Final = 2**53
+_UNITS: Final = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_HINTS: Final = {
+    "max_tokens": "ask for at most {maximum}",
+    "max_prompt": "shorten the prompt to at most {maximum} tokens",
+    "max_context": "shorten the prompt, or ask for fewer tokens",
+    "max_queued_per_tenant": "submit again when one of them has started",
+    "max_queued": "submit again when one of them has started",
+    MEMORY: "delete ended jobs or submit again later; fewer max_tokens take less",
+}
+
+
+def check_values(values: Mapping[str, object], model: str | None) -> dict[str, int]:
+    """Values to be set, of one model or of all.
+
+    Raises:
+        InvalidRequest: names the limit that there is not, or that cannot have this value.
+    """
+    if model is not None and not MODEL_NAME.fullmatch(model):
+        raise InvalidRequest("model", f"{model!r} is not a model's name", hint=MODEL_NAME_HINT)
+    check_names(values)
+    if model is not None and MEMORY in values:
+        raise InvalidRequest(MEMORY, "is one for all models", hint="leave the model out")
+    return {name: check.integer(name, value, 0, _MOST) for name, value in values.items()}
+
+
+def check_names(names: Mapping[str, object] | tuple[str, ...]) -> None:
+    """Refuse what is no limit."""
+    for name in names:
+        if name not in MEANINGS:
+            raise InvalidRequest(name, "no such limit", hint=f"known: {', '.join(MEANINGS)}")
+
+
+def parse_value(name: str, text: str) -> int:
+    """A value as it is typed; memory with a unit or in bytes."""
+    number, factor = text.strip(), 1
+    for unit, bytes_a_unit in _UNITS.items() if name == MEMORY else ():
+        if number.lower().endswith(unit.lower()):
+            number, factor = number[: -len(unit)].strip(), bytes_a_unit
+    try:
+        return int(float(number) * factor) if factor > 1 else int(number)
+    except (ValueError, OverflowError):
+        hint = "bytes, or as 8GiB" if name == MEMORY else "a whole number"
+        raise InvalidRequest(name, f"cannot be {text!r}", hint=hint) from None
+
+
+def show_value(name: str, value: int) -> str:
+    """A value as people read it."""
+    return size(value) if name == MEMORY else str(value)
+
+
+def unpack_limits(fields: Mapping[bytes, bytes]) -> Limits:
+    """The hash `limits`."""
+    limits: Limits = {}
+    for key, value in sorted(fields.items()):
+        model, _, name = key.decode().rpartition("|")
+        limits.setdefault(model, {})[name] = int(value)
+    return limits
+
+
+def field_of(model: str | None, name: str) -> str:
+    """The field of the hash `limits` that a limit stands in."""
+    return f"{model or ALL_MODELS}|{name}"
+
+
+def limit_of(limits: Limits, model: str, name: str) -> int | None:
+    """What holds for a model: the narrower of its own and that of all."""
+    default = {"max_queued": DEFAULT_MAX_QUEUED}.get(name)
+    set_ones = [limits[each][name] for each in (model, ALL_MODELS) if name in limits.get(each, {})]
+    return min(set_ones, default=default) if set_ones else default
+
+
+def refusal(spec: JobSpec, name: str, value: int, maximum: int) -> LimitExceeded:
+    """The error for a submit that is over a limit."""
+    return LimitExceeded(
+        name,
+        value,
+        maximum,
+        _problem(spec, name, value, maximum),
+        hint=_HINTS[name].format(maximum=maximum),
+        retryable=name in _RETRYABLE,
+    )
+
+
+def _problem(spec: JobSpec, name: str, value: int, maximum: int) -> str:
+    if name == MEMORY:
+        return (
+            f"with this job all might come to {size(value)} in Redis, at most {size(maximum)} "
+            "are allowed"
+        )
+    if name in _RETRYABLE:
+        whose = f" of tenant {spec.tenant}" if name == "max_queued_per_tenant" else ""
+        return f"{value - 1} jobs{whose} wait for {spec.model}, at most {maximum} may"
+    what = {"max_tokens": "tokens", "max_prompt": "tokens of prompt"}.get(
+        name, "tokens of prompt and generation"
+    )
+    return f"{value} {what} are over the {maximum} that {spec.model} allows"
+
+
+def check_announced(spec: JobSpec, model: ModelInfo) -> None:
+    """Refuse what cannot fit the model, or what no worker takes, as far as it is known without a
+    tokenizer.
+
+    Raises:
+        InvalidRequest: the model cannot hold it, or has no such token.
+        LimitExceeded: no worker takes as much.
+    """
+    asked = (
+        ("max_tokens", spec.max_tokens, model.max_tokens),
+        ("max_prompt", spec.least_prompt_tokens, model.max_prompt),
+        ("max_context", spec.least_prompt_tokens + spec.max_tokens, model.max_context),
+    )
+    _check_context(spec, model)
+    for name, value, maximum in asked:
+        if maximum is not None and value > maximum:
+            raise refusal(spec, name, value, maximum)
+
+
+def _check_context(spec: JobSpec, model: ModelInfo) -> None:
+    room = model.context_length
+    if room is not None and spec.least_prompt_tokens + spec.max_tokens > room:
+        raise InvalidRequest(
+            "max_tokens",
+            f"{spec.max_tokens} after a prompt of "
+            f"{'' if spec.has_token_ids else 'at least '}{spec.least_prompt_tokens} "
+            f"is over the {room} tokens that {spec.model} can hold",
+            hint=f"at most {max(room - spec.least_prompt_tokens, 0)}",
+        )
+    if spec.has_token_ids and model.vocab_size is not None:
+        for place, token in enumerate(cast(tuple[int, ...], spec.prompt)):
+            if token >= model.vocab_size:
+                raise InvalidRequest(
+                    f"prompt[{place}]", f"{token} is no token of {spec.model}",
+                    hint=f"its vocabulary has {model.vocab_size}",
+                )  # fmt: skip
