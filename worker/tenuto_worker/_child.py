@@ -20,11 +20,16 @@ from typing import TYPE_CHECKING, NoReturn, Self
 
 from tenuto_client import Keys
 
+from . import _metrics as metrics
 from ._errors import EXIT_BROKEN, StartError
+from ._gauges import Gauges
+from ._health import Health, Stage
+from ._health_http import HealthServer
 from ._identity import Identity
 from ._logging import get_log, redacted, set_up_logging, take_over_loggers
 from ._redis import Outage, Patience, connect, reach, reviver, weaknesses
 from ._settings import WorkerSettings
+from ._spans import export_spans, flush_spans
 from ._take_back import take_back
 
 if TYPE_CHECKING:
@@ -69,6 +74,8 @@ class Child:
         self._log = get_log()
         self._outage = Outage(reviver(settings.data_dir) if settings.embedded else None)
         self._patience = Patience(self._outage)
+        self._health = Health(self._outage)
+        self._gauges = Gauges(settings, self._health, self._outage)
         self._draining = asyncio.Event()
         self._serving = False
 
@@ -79,11 +86,15 @@ class Child:
             StartError: it cannot start, and starting again would not help.
         """
         self._listen_for_the_end()
+        self._open_eyes()
         await asyncio.to_thread(self._greet_redis)
-        rooms = await asyncio.to_thread(self._build)
+        self._health.stage = Stage.LOADING
+        rooms = self._gauges.rooms = await asyncio.to_thread(self._build)
         await self._load(rooms)
         await asyncio.to_thread(rooms.open)
         self._serving = True
+        self._health.trouble = lambda: _trouble(rooms)
+        self._health.stage = Stage.SERVING
         for name, body in rooms.threads().items():
             self._start_thread(name, body)
         tickets = asyncio.create_task(rooms.tickets.serve())
@@ -93,8 +104,23 @@ class Child:
         with contextlib.suppress(asyncio.CancelledError, Exception):
             await tickets
         await asyncio.to_thread(rooms.drain)
+        await asyncio.to_thread(flush_spans)
         self._log.info("worker ended")
         return 0
+
+    def _open_eyes(self) -> None:
+        """Before anything that may take long, so that probes are answered all the while."""
+        export_spans()
+        metrics.begin_at_zero(self._settings.models)
+        metrics.REGISTRY.register(self._gauges)
+        if self._settings.metrics_port is not None:
+            server = HealthServer(
+                self._settings.metrics_host,
+                self._settings.metrics_port,
+                self._health,
+                metrics.REGISTRY,
+            )
+            server.start(must=self._first)
 
     def _build(self) -> Rooms:
         # Not before: it takes seconds, in which signals are to be heard.
@@ -165,6 +191,7 @@ class Child:
         if self._draining.is_set():
             return
         self._log.info("worker drains", why=why)
+        self._health.stage = Stage.DRAINING
         self._draining.set()
         if not self._serving:
             # Nothing was claimed yet, and loading a model cannot be interrupted.
@@ -181,6 +208,11 @@ class Child:
                 leave(EXIT_BROKEN)
 
         threading.Thread(target=guarded, name=name, daemon=True).start()
+
+
+def _trouble(rooms: Rooms) -> str:
+    stuck = rooms.stuck_for()
+    return f"decode thread stuck for {stuck:.0f} s" if stuck else ""
 
 
 def leave(code: int) -> NoReturn:

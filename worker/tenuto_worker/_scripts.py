@@ -30,6 +30,7 @@ _NAMES = (
     "finish",
     "release",
     "reap",
+    "depth",
     "take_back",
     "expire",
     "sweep",
@@ -131,6 +132,14 @@ class Reaped:
 
     state: str
     worker: str
+
+
+@dataclass(frozen=True, slots=True)
+class Depth:
+    """How many jobs of a model are queued, and how long the one has waited that waits longest."""
+
+    jobs: int
+    oldest_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +247,11 @@ def reap_call(job_id: str) -> Call[Reaped]:
 def take_back_call(job_id: str, holder: str) -> Call[str]:
     """Requeue a running job of this holder's dead predecessor; `foreign` if it is not its."""
     return Call("take_back", (job_id, holder), _word)
+
+
+def depth_call(model: str) -> Call[Depth]:
+    """Look at the queue of a model."""
+    return Call("depth", (model,), _depth)
 
 
 class JobScripts:
@@ -413,6 +427,11 @@ def _published(reply: list[Any]) -> Published:
 def _renewed(reply: list[Any]) -> Renewed:
     word, cancel, late, over = reply
     return Renewed(word == b"fenced", bool(cancel), bool(late), bool(over))
+
+
+def _depth(reply: list[Any]) -> Depth:
+    jobs, oldest = reply
+    return Depth(jobs, float(oldest))
 
 
 def _reaped(reply: list[bytes]) -> Reaped:
