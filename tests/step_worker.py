@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from tenuto_worker import Identity, WorkerSettings
+from tenuto_worker._hosted import ModelState
 from tenuto_worker._redis import Outage, Patience
 from tenuto_worker._rooms import Rooms
 from tenuto_worker._run import Run
@@ -30,6 +32,7 @@ class StepWorker:
     Args:
         name: who it is; another name is another worker.
         reach: id of the data dir.
+        models: name -> folder, instead of the one `model` that is served as `MODEL`.
         settings: of `WorkerSettings`, over the defaults of these tests.
     """
 
@@ -42,12 +45,13 @@ class StepWorker:
         *,
         name: str = "host-dir-0",
         reach: str = "dir",
+        models: Mapping[str, Path] | None = None,
         **settings: Any,
     ) -> None:
         data_dir.mkdir(parents=True, exist_ok=True)
         values = {"publish_seconds": 0.0, "checkpoint_every_tokens": 8, "slots": 2} | settings
         self.settings = WorkerSettings(
-            models={MODEL: str(model)},
+            models={name: str(path) for name, path in (models or {MODEL: model}).items()},
             redis_url=url,
             data_dir=data_dir,
             namespace=namespace,
@@ -59,7 +63,8 @@ class StepWorker:
         os.close(identity.lock)
         self.rooms.load()
         self.rooms.open()
-        self.engine = self.rooms.decoder.hosts[MODEL].engine
+        if MODEL in self.settings.models:
+            self.engine = self.rooms.pool.engine(MODEL)
 
     def __enter__(self) -> Self:
         return self
@@ -82,10 +87,12 @@ class StepWorker:
         (run,) = self.runs
         return run
 
-    def claim(self) -> bool:
-        """Claim and prepare one job; whether there was one."""
-        if not self.rooms.claimer.claim_one(MODEL):
+    def claim(self, model: str = MODEL) -> bool:
+        """Claim and prepare one job, with its model loaded; whether there was one."""
+        if not self.rooms.pool.may_claim(model) or not self.rooms.claimer.claim_one(model):
             return False
+        if self.rooms.pool.states()[model] is not ModelState.WARM:
+            self.rooms.pool.turn()
         self.rooms.preparer.turn()
         return True
 

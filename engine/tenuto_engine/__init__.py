@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from tenuto_engine._memory import default_budget as default_budget
     from tenuto_engine._memory import limit_memory as limit_memory
     from tenuto_engine._memory import memory_use as memory_use
+    from tenuto_engine._memory import release_memory as release_memory
     from tenuto_engine._options import GenerationOptions as GenerationOptions
     from tenuto_engine._options import PendingLogprobs as PendingLogprobs
     from tenuto_engine._resume import resume_options as resume_options
@@ -128,7 +129,7 @@ _HOMES = {
         "stored_attempts",
     ],
     "_live": ["LiveCheckpoint"],
-    "_memory": ["MemoryUse", "default_budget", "limit_memory", "memory_use"],
+    "_memory": ["MemoryUse", "default_budget", "limit_memory", "memory_use", "release_memory"],
     "_options": ["GenerationOptions", "PendingLogprobs"],
     "_resume": ["resume_options"],
     "_row_cost": ["RowCost"],

@@ -61,6 +61,11 @@ def default_budget() -> int:
     return int(_HOST_SHARE * host_memory())
 
 
+def release_memory() -> None:
+    """Give back what MLX keeps for the next arrays."""
+    mx.clear_cache()
+
+
 def limit_memory(budget: float) -> None:
     """Have the device give back what is free before MLX takes more than ``budget`` bytes."""
     if math.isfinite(budget) and mx.default_device().type == mx.DeviceType.gpu:

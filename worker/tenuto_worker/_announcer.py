@@ -27,7 +27,7 @@ from ._run import Runs
 from ._settings import WorkerSettings
 
 if TYPE_CHECKING:
-    from tenuto_engine import DiskBudget, Engine
+    from tenuto_engine import DiskBudget, ModelFacts
 
 _FORGET_S = 24 * 3600.0
 
@@ -84,15 +84,15 @@ class Announcer:
         self._device = ""
         self._started_at = 0.0
 
-    def describe(self, engines: Mapping[str, Engine]) -> None:
-        """Learn what is to be said of the models. Call it on the decode thread."""
-        for name, engine in engines.items():
-            geometry = engine.geometry
+    def describe(self, models: Mapping[str, ModelFacts]) -> None:
+        """Learn what is to be said of the models."""
+        for name, facts in models.items():
+            geometry = facts.geometry
             self._device = geometry.device_name or geometry.device_kind
             self._models[name] = ModelInfo(
                 name=name,
-                context_length=engine.context_length,
-                vocab_size=engine.vocab_size,
+                context_length=facts.context_length,
+                vocab_size=facts.vocab_size,
                 fingerprint=geometry.fingerprint,
                 announced_at=0.0,
             )

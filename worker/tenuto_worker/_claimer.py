@@ -112,6 +112,7 @@ class Claimer:
         if claim is None:
             return False
         if not isinstance(claim, Claim):
+            self._pool.note_left(model, for_memory=any(job.why == "memory" for job in claim))
             self._tell_left(model, claim)
             return False
         run = Run(claim)

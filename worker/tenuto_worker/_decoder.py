@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from tenuto_client import Token
 
 from . import _metrics as metrics
-from ._errors import ConfigError
 from ._logging import get_log
 from ._preparer import Plan, Road
 from ._publisher import Publisher
@@ -45,9 +44,8 @@ class _Row:
 
 @dataclass(slots=True)
 class Host:
-    """A model with its engine and the rows in it."""
+    """An engine that has rows, and the rows."""
 
-    name: str
     engine: Engine
     rows: list[_Row] = field(default_factory=list)
 
@@ -56,7 +54,7 @@ class DecodeThread:
     """One thread, because one thread owns the device.
 
     Attributes:
-        hosts: the loaded models by name; complete once `load` has returned.
+        hosts: by name, the models that have rows here.
         beat: when the thread was last seen alive, by the monotonic clock.
         tallies: what was counted of each model.
         paused: decoding waits because Redis is too far behind.
@@ -99,34 +97,8 @@ class DecodeThread:
 
     # -- the thread --------------------------------------------------------------------
 
-    def load(self) -> None:
-        """Load the models.
-
-        Raises:
-            ConfigError: one cannot be loaded; the message names it and its path.
-        """
-        from tenuto_engine import Engine, EngineError
-
-        for name, path in self._settings.models.items():
-            self._log.info("model loading", model=name, path=path)
-            began = time.monotonic()
-            try:
-                engine = Engine.load(
-                    path,
-                    slots=self._settings.slots,
-                    chunk_size=self._settings.chunk_size,
-                    pipelined=self._settings.pipelined,
-                    hash_cache=self._settings.data_dir / "model-hashes.json",
-                )
-                fingerprint = engine.geometry.fingerprint
-            except EngineError as error:
-                raise ConfigError(f"--model {name}", str(error)) from error
-            self.hosts[name] = Host(name, engine)
-            seconds = round(time.monotonic() - began, 2)
-            self._log.info("model loaded", model=name, fingerprint=fingerprint, seconds=seconds)
-
     def run(self) -> None:
-        """The body of the thread, after `load`."""
+        """The body of the thread."""
         while True:
             self.turn()
 
@@ -134,9 +106,9 @@ class DecodeThread:
         """One step of every engine with rows, or a wait for something to do."""
         self.beat = time.monotonic()
         self._admit()
-        for host in self.hosts.values():
+        for host in list(self.hosts.values()):
             self._obey(host)
-        busy = [host for host in self.hosts.values() if host.rows]
+        busy = list(self.hosts.values())
         if not busy:
             self._wait(_IDLE_S)
         elif self._is_full():
@@ -179,25 +151,25 @@ class DecodeThread:
     def _seat(self, plan: Plan) -> None:
         from tenuto_engine import EngineError
 
-        host = self.hosts[plan.run.model]
         *shortcuts, replay = plan.roads
         for road in shortcuts:
             try:
-                self._add(host, plan, road)
+                self._add(plan, road)
             except EngineError as error:
                 plan.run.log.warning("shortcut not usable", error=str(error))
             else:
                 return
-        self._add(host, plan, replay)
+        self._add(plan, replay)
 
-    def _add(self, host: Host, plan: Plan, road: Road) -> None:
-        sequence = host.engine.add(road.tokens, road.options)
+    def _add(self, plan: Plan, road: Road) -> None:
+        sequence = plan.engine.add(road.tokens, road.options)
         if road.recomputes:
             plan.run.relabel(road.recomputes)
         if plan.run.claim.attempts > 1:
-            metrics.recoveries.labels(host.name, road.kind).inc()
-        meter = RowMeter(self.tallies[host.name], plan.run, sequence)
+            metrics.recoveries.labels(plan.run.model, road.kind).inc()
+        meter = RowMeter(self.tallies[plan.run.model], plan.run, sequence)
         row = _Row(plan.run, sequence, plan.store, meter)
+        host = self.hosts.setdefault(plan.run.model, Host(plan.engine))
         host.rows.append(row)
         self._note(row)
 
@@ -217,11 +189,18 @@ class DecodeThread:
                 continue
             taken = stop is not Stop.FENCED and self._take_last_checkpoint(host, row)
             host.engine.close(row.sequence)
-            host.rows.remove(row)
+            self._drop(row)
             if taken:
                 self._leave_saved(row, stop)
             else:
                 self._leave(row.run, stop)
+
+    def _drop(self, row: _Row) -> None:
+        """Forget a row that is closed, and with the last one the engine: it may be unloaded."""
+        host = self.hosts[row.run.model]
+        host.rows.remove(row)
+        if not host.rows:
+            del self.hosts[row.run.model]
 
     def _take_last_checkpoint(self, host: Host, row: _Row) -> bool:
         taken = []
@@ -262,7 +241,7 @@ class DecodeThread:
         for row in rows.values():
             self._note(row)
             if row.sequence.state.is_end:
-                host.rows.remove(row)
+                self._drop(row)
                 self._publisher.end(row.run, self._end(row))
 
     def _take(self, row: _Row, event: TokenEvent) -> None:

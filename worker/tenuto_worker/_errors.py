@@ -5,6 +5,7 @@ WorkerError
 │   ├── ConfigError        a flag, a setting, a model or a folder is wrong (exit code 2)
 │   └── RedisUnavailable   Redis cannot be reached or refuses us (exit code 3)
 ├── BadJob                 a job asks for what cannot be done; it ends `failed` with the message
+├── NoMemory               there is no memory for a job's row now; it waits in its queue
 ├── RedisAway              Redis cannot serve now; the same call may succeed later
 └── Interrupted            waiting for Redis was given up because the worker or the attempt ends
 """
@@ -51,6 +52,10 @@ class RedisUnavailable(StartError):
 
 class BadJob(WorkerError):
     """A job asks for what cannot be done. The message names the field."""
+
+
+class NoMemory(WorkerError):
+    """There is no memory for a job's row now; the job waits in its queue."""
 
 
 class RedisAway(WorkerError):

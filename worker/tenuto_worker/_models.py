@@ -1,26 +1,434 @@
-"""`ModelPool`: the models of a worker, within its memory."""
+"""`ModelPool`: the models of a worker, loaded and unloaded within its memory.
+
+A claimed job goes through the pool to the preparer. If its model is not in memory, the pool makes
+room, by unloading models that have no runs, the least recently used first, and loads it on a thread
+of its own, while the decode thread goes on.
+"""
 
 from __future__ import annotations
 
+import gc
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Final
+
+import msgpack
+
+from tenuto_client import ProtocolError, unpack_spec
+from tenuto_client._findings import size
+
+from . import _metrics as metrics
+from ._errors import ConfigError
+from ._hosted import Hosted, ModelState
+from ._logging import get_log
+from ._memory_turns import MemoryTurns
+from ._run import End, EndKind, Run, Runs, end_of
+from ._settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from tenuto_engine import Engine, MemoryUse, ModelFacts
+
+# What prefill, checkpoints on their way to the disk and MLX itself take beside weights and caches.
+RESERVE: Final = 0.05
+_IDLE_S: Final = 1.0
+
+
+class Admission(Enum):
+    """Whether a row has memory."""
+
+    FITS = "fits"
+    WAITS = "waits"
+    """Not as long as other rows have theirs."""
+    NEVER = "never"
+    """Not even if it were alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOutlets:
+    """What the pool tells others.
+
+    Attributes:
+        ready: the model of a run is loaded.
+        end: a run ends before it began.
+        changed: there may be room, or a model, that was not there before.
+        is_wanted: whether jobs of a model are queued.
+    """
+
+    ready: Callable[[Run], object]
+    end: Callable[[Run, End], object]
+    changed: Callable[[], object]
+    is_wanted: Callable[[str], bool]
+
 
 class ModelPool:
-    """Says what the claimer may take."""
+    """The models of a worker. Safe to use from any thread; none waits for a load.
 
-    def may_claim(self, model: str) -> bool:
-        """Whether the model is loaded, or could be loaded now."""
-        return True
+    Attributes:
+        budget: bytes that weights and rows may take, with the reserve; infinite is no limit.
+        busy_since: when the load that is under way began, by the monotonic clock; None if there
+            is none.
+    """
 
-    def room(self, model: str) -> int | None:
-        """Most tokens of prompt and answer for which a new row has memory; None is no limit."""
-        return None
+    def __init__(self, settings: WorkerSettings, runs: Runs, outlets: PoolOutlets) -> None:
+        self._settings = settings
+        self._runs = runs
+        self._outlets = outlets
+        self._hosted = {name: Hosted(name, path) for name, path in settings.models.items()}
+        self._turns = MemoryTurns(settings.memory_wait_seconds)
+        self._to_load: list[Hosted] = []
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._log = get_log()
+        self.budget = math.inf
+        self.busy_since: float | None = None
 
-    def max_context(self, model: str) -> int | None:
-        """As `room`, in a worker that runs nothing else; None where memory sets no limit."""
-        return None
+    # -- at the start ------------------------------------------------------------------
+
+    def load_first(self) -> None:
+        """Look at all models, and load them in order while they fit; call it on the decode thread.
+
+        Raises:
+            ConfigError: none can be loaded; the message names each.
+        """
+        from tenuto_engine import default_budget, limit_memory
+
+        given = self._settings.memory_budget
+        self.budget = default_budget() if given is None else given
+        limit_memory(self.budget)
+        for hosted in self._hosted.values():
+            self._look(hosted)
+            if hosted.state is ModelState.COLD and self._left_for(hosted) >= 0:
+                hosted.state = ModelState.LOADING
+                self._load(hosted)
+        broken = self.broken()
+        if len(broken) == len(self._hosted):
+            first, *others = (f"--model {name}: {reason}" for name, reason in broken.items())
+            subject, _, problem = first.partition(": ")
+            raise ConfigError(subject, "; ".join([problem, *others]))
+
+    # -- what others ask ---------------------------------------------------------------
+
+    @property
+    def facts(self) -> Mapping[str, ModelFacts]:
+        """What is known of each model whose files could be read, loaded or not."""
+        return {
+            name: hosted.facts for name, hosted in self._hosted.items() if hosted.facts is not None
+        }
+
+    def fingerprint(self, model: str) -> str:
+        """Of the geometry that the model has or would have; "" if its files cannot be read."""
+        return self._hosted[model].fingerprint
+
+    def engine(self, model: str) -> Engine:
+        """The engine of a model that has runs past their loading."""
+        engine = self._hosted[model].engine
+        assert engine is not None, "a model with runs stays loaded"
+        return engine
+
+    def states(self) -> dict[str, ModelState]:
+        """Where each model stands."""
+        return {name: hosted.state for name, hosted in self._hosted.items()}
 
     def broken(self) -> dict[str, str]:
-        """The models that could not be loaded, and why."""
-        return {}
+        """The models that could not be loaded when that was last tried, and why."""
+        with self._lock:
+            return {name: h.reason for name, h in self._hosted.items() if h.failures}
+
+    def memory(self) -> MemoryUse:
+        """What of the device's memory is in use."""
+        from tenuto_engine import memory_use
+
+        return memory_use(self.budget)
+
+    def may_claim(self, model: str) -> bool:
+        """Whether the model is in memory, or room can be made for it, with a row."""
+        now = time.monotonic()
+        with self._lock:
+            hosted = self._hosted[model]
+            if hosted.rests(now) or self._turns.whose(now) not in (None, model):
+                return False
+            return not self._is_short(hosted)
+
+    def room(self, model: str) -> int | None:
+        """Most tokens of prompt and answer for which a new row has memory; None is no limit.
+
+        What models without runs take counts as free, since they would be unloaded.
+        """
+        with self._lock:
+            hosted = self._hosted[model]
+            return hosted.tokens_in(self._left_for(hosted))
+
+    def max_context(self, model: str) -> int | None:
+        """As `room`, in a worker that runs nothing else; None where memory sets no limit, which
+        is at least the model's context, or where it is not known yet."""
+        with self._lock:
+            hosted = self._hosted[model]
+            most = hosted.tokens_in(self._usable - hosted.weight_bytes)
+            context = hosted.facts.context_length if hosted.facts else None
+            return None if most is None or (context or math.inf) <= most else most
 
     def note_left(self, model: str, *, for_memory: bool) -> None:
-        """A claim was answered; `for_memory` says that a job was left, for want of memory."""
+        """A claim was answered without a job; `for_memory`: one was left for want of it."""
+        with self._lock:
+            # What does not fit into an empty worker waits for another one.
+            if for_memory and self._runs.all():
+                self._turns.waits(model, time.monotonic())
+            else:
+                self._turns.settled(model)
+
+    # -- a run -------------------------------------------------------------------------
+
+    def bring(self, run: Run) -> None:
+        """Pass a claimed run on as soon as its model is in memory."""
+        with self._lock:
+            hosted = self._hosted[run.model]
+            run.row_tokens = known_tokens(run)
+            hosted.used_at = time.monotonic()
+            self._turns.settled(run.model)
+            is_warm = hosted.state is ModelState.WARM
+            if not is_warm:
+                hosted.waiting.append(run)
+                if hosted.state is not ModelState.LOADING:
+                    hosted.state = ModelState.LOADING
+                    self._to_load.append(hosted)
+                    self._changed.notify_all()
+            self._make_room()
+        if is_warm:
+            self._outlets.ready(run)
+        else:
+            self.wake()
+
+    def admit(self, run: Run, tokens: int) -> Admission:
+        """Reserve memory for a row of `tokens`, prompt and answer; its model is in memory."""
+        with self._lock:
+            hosted = self._hosted[run.model]
+            run.row_tokens = 0
+            need = hosted.need(tokens)
+            if need > self._usable - hosted.weight_bytes:
+                return Admission.NEVER
+            if need > self._left_for(hosted):
+                return Admission.WAITS
+            run.row_tokens = tokens
+            self._make_room()
+            return Admission.FITS
+
+    def gone(self, run: Run) -> None:
+        """A run is over, and its memory free."""
+        with self._lock:
+            self._hosted[run.model].used_at = time.monotonic()
+
+    def wake(self) -> None:
+        """A run may have been asked to stop; one that waits for its model ends at once."""
+        with self._lock:
+            stopped = []
+            for hosted in self._hosted.values():
+                stopped += [run for run in hosted.waiting if run.stop is not None]
+                hosted.waiting = [run for run in hosted.waiting if run.stop is None]
+        for run in stopped:
+            assert run.stop is not None
+            self._outlets.end(run, end_of(run.stop))
+
+    # -- the thread --------------------------------------------------------------------
+
+    def run(self) -> None:
+        """The body of the thread that loads, after `load_first`."""
+        while True:
+            self.turn()
+
+    def turn(self) -> None:
+        """Load the model that is asked for longest, or look around once a second."""
+        with self._changed:
+            if not self._to_load:
+                self._changed.wait(_IDLE_S)
+            hosted = self._to_load.pop(0) if self._to_load else None
+            for run in self._waiting():
+                # To wait behind another load is not to be stuck.
+                run.alive()
+        if hosted is None:
+            self._look_around()
+            return
+        self.busy_since = time.monotonic()
+        try:
+            if self._look(hosted):
+                self._load(hosted)
+        finally:
+            self.busy_since = None
+        self._outlets.changed()
+
+    def _waiting(self) -> Iterator[Run]:
+        for hosted in self._hosted.values():
+            yield from hosted.waiting
+
+    def _look_around(self) -> None:
+        """Notice models that are wanted and have no memory, and files that were mended."""
+        now = time.monotonic()
+        for hosted in self._hosted.values():
+            if hosted.rests(now):
+                continue
+            if hosted.facts is None and self._look(hosted):
+                hosted.state = ModelState.COLD
+                self._outlets.changed()
+            with self._lock:
+                # Of the others the claimer asks, and tells what it left.
+                waits = self._is_short(hosted) and self._fits_alone(hosted)
+            if waits:
+                self._note_short(hosted.name, now, wanted=self._outlets.is_wanted(hosted.name))
+
+    def _note_short(self, model: str, now: float, *, wanted: bool) -> None:
+        with self._lock:
+            if wanted:
+                self._turns.waits(model, now)
+            else:
+                self._turns.settled(model)
+
+    # -- loading -----------------------------------------------------------------------
+
+    def _look(self, hosted: Hosted) -> bool:
+        """Read what the files of a model tell; whether it can be loaded, as far as that goes."""
+        from tenuto_engine import EngineError, model_facts
+
+        try:
+            facts = model_facts(
+                hosted.path,
+                chunk_size=self._settings.chunk_size,
+                hash_cache=self._settings.data_dir / "model-hashes.json",
+            )
+        except EngineError as error:
+            self._failed(hosted, str(error))
+            return False
+        with self._lock:
+            hosted.learn(facts)
+        if facts.weight_bytes > self._usable:
+            self._failed(hosted, self._too_large(facts.weight_bytes))
+            return False
+        return True
+
+    def _too_large(self, weights: int) -> str:
+        return (
+            f"its weights take {size(weights)}, and of the memory budget of "
+            f"{size(self.budget)} models may take {size(self._usable)} "
+            "(a larger --memory-budget, or a model quantized to fewer bits, would do)"
+        )
+
+    def _load(self, hosted: Hosted) -> None:
+        from tenuto_engine import Engine
+
+        self._log.info("model loading", model=hosted.name, path=hosted.path)
+        began = time.monotonic()
+        try:
+            engine = Engine.load(
+                hosted.path,
+                slots=self._settings.slots,
+                chunk_size=self._settings.chunk_size,
+                pipelined=self._settings.pipelined,
+                hash_cache=self._settings.data_dir / "model-hashes.json",
+            )
+            assert engine.geometry is not None
+        except Exception as error:  # noqa: BLE001 - one model's trouble; the others go on
+            # Its frames may hold half a model.
+            reason = str(error) or type(error).__name__
+        else:
+            self._loaded(hosted, engine, time.monotonic() - began)
+            return
+        self._failed(hosted, reason)
+
+    def _loaded(self, hosted: Hosted, engine: Engine, seconds: float) -> None:
+        with self._lock:
+            hosted.warmed(engine)
+            hosted.used_at = time.monotonic()
+            self._make_room()
+            waiting, hosted.waiting = hosted.waiting, []
+        metrics.model_loads.labels(hosted.name, "loaded").inc()
+        self._log.info(
+            "model loaded",
+            model=hosted.name,
+            fingerprint=hosted.fingerprint,
+            seconds=round(seconds, 2),
+            bytes=hosted.weight_bytes,
+        )
+        for run in waiting:
+            self._outlets.ready(run)
+
+    def _failed(self, hosted: Hosted, reason: str) -> None:
+        with self._lock:
+            pause = hosted.broke(reason, time.monotonic())
+            waiting, hosted.waiting = hosted.waiting, []
+        metrics.model_loads.labels(hosted.name, "failed").inc()
+        self._log.error(
+            "model cannot be loaded", model=hosted.name, error=reason, retry_in=round(pause)
+        )
+        for run in waiting:
+            error = f"model {hosted.name} cannot be loaded: {reason}"
+            self._outlets.end(run, End(EndKind.RELEASED, "error", error=error))
+
+    # -- memory; all of it under the lock ----------------------------------------------
+
+    @property
+    def _usable(self) -> float:
+        return self.budget * (1 - RESERVE)
+
+    def _rows(self) -> int:
+        return sum(self._hosted[run.model].need(run.row_tokens) for run in self._runs.all())
+
+    def _is_short(self, hosted: Hosted) -> bool:
+        """Whether there is no memory for the model, or for a row of it."""
+        left = self._left_for(hosted)
+        return left < 0 or hosted.tokens_in(left) == 0
+
+    def _fits_alone(self, hosted: Hosted) -> bool:
+        left = self._usable - hosted.weight_bytes
+        return left >= 0 and hosted.tokens_in(left) != 0
+
+    def _left_for(self, hosted: Hosted) -> float:
+        """Bytes for a new row of a model, if all that have no runs but itself were unloaded."""
+        pinned = sum(
+            each.weight_bytes
+            for each in self._hosted.values()
+            if each is hosted or (each.in_memory and not self._is_idle(each))
+        )
+        return self._usable - pinned - self._rows()
+
+    def _is_idle(self, hosted: Hosted) -> bool:
+        return hosted.state is ModelState.WARM and not self._runs.of_model(hosted.name)
+
+    def _make_room(self) -> None:
+        """Unload what has no runs, the least recently used first, until the rest fits."""
+        while self._rows() + self._weights() > self._usable:
+            idle = [each for each in self._hosted.values() if self._is_idle(each)]
+            if not idle:
+                break
+            self._unload(min(idle, key=lambda each: each.used_at))
+
+    def _weights(self) -> int:
+        return sum(each.weight_bytes for each in self._hosted.values() if each.in_memory)
+
+    def _unload(self, hosted: Hosted) -> None:
+        from tenuto_engine import release_memory
+
+        before = self.memory().active
+        engine = hosted.cooled()
+        del engine
+        release_memory()
+        if before - self.memory().active < hosted.weight_bytes / 2:
+            # Something refers to it in a circle.
+            gc.collect()
+            release_memory()
+        self._log.info("model unloaded", model=hosted.name, bytes=hosted.weight_bytes)
+
+
+def known_tokens(run: Run) -> int:
+    """Tokens of the row that a claimed run needs, as far as the claim tells: of the prompt, if it
+    was ever tokenized, and of the longest answer."""
+    try:
+        spec = unpack_spec(run.claim.spec)
+    except ProtocolError:
+        # The preparer says what is wrong with it.
+        return 0
+    ids = run.claim.prompt_ids
+    if ids is not None:
+        return len(msgpack.unpackb(ids)) + spec.max_tokens
+    return spec.least_prompt_tokens + spec.max_tokens

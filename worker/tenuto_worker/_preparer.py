@@ -24,7 +24,9 @@ from tenuto_client import (
 )
 
 from ._checkpoints import Checkpoints, engine_tokens
-from ._errors import BadJob, Interrupted
+from ._errors import BadJob, Interrupted, NoMemory
+from ._models import Admission
+from ._other_workers import OtherWorkers
 from ._redis import Patience
 from ._run import Bound, End, EndKind, Phase, Run, Stop, end_of
 from ._scripts import JobScripts
@@ -70,11 +72,13 @@ class Plan:
 
     Attributes:
         run: whose it is.
+        engine: what runs it.
         store: where its checkpoints go.
         roads: best first. The last replays from the prompt and needs nothing but the stream.
     """
 
     run: Run
+    engine: Engine
     store: CheckpointStore
     roads: tuple[Road, ...]
 
@@ -92,7 +96,9 @@ class Preparer:
     """Prepares claimed runs, one after the other.
 
     Args:
-        engines: the loaded engines by model name; only their tokenizer and geometry are used.
+        engine_of: the engine of a model; only its tokenizer and geometry are used.
+        admit: reserves memory for a run's row of so many tokens, prompt and answer.
+        others: asked for workers that have more memory.
         client: a connection of this thread's own, for the stream.
         reach: id of this data dir.
     """
@@ -105,7 +111,9 @@ class Preparer:
         settings: WorkerSettings,
         patience: Patience,
         *,
-        engines: Mapping[str, Engine],
+        engine_of: Callable[[str], Engine],
+        admit: Callable[[Run, int], Admission],
+        others: OtherWorkers,
         checkpoints: Checkpoints,
         reach: str,
         outlets: Outlets,
@@ -115,7 +123,9 @@ class Preparer:
         self._keys = keys
         self._settings = settings
         self._patience = patience
-        self._engines = engines
+        self._engine_of = engine_of
+        self._admit = admit
+        self._others = others
         self._checkpoints = checkpoints
         self._reach = reach
         self._outlets = outlets
@@ -140,6 +150,9 @@ class Preparer:
             plan = self._plan(run)
         except Interrupted:
             self._stopped(run)
+        except NoMemory as error:
+            run.log.info("job waits for memory", why=str(error))
+            self._outlets.end(run, End(EndKind.RELEASED, "memory"))
         except (BadJob, ProtocolError, EngineError) as error:
             self._outlets.end(run, End(EndKind.FAILED, error=str(error)))
         except Exception as error:
@@ -162,17 +175,18 @@ class Preparer:
 
     def _plan(self, run: Run) -> Plan:
         spec = unpack_spec(run.claim.spec)
-        engine = self._engines[run.model]
+        engine = self._engine_of(run.model)
         published = self._read_stream(run)
         prompt = prompt_ids(run, spec, engine)
         options = options_of(spec, self._settings)
         check_length(len(prompt), options.max_tokens, engine.context_length)
         judge_geometry(run, engine.geometry)
         self._bind(run, prompt, engine.geometry)
+        self._reserve(run, len(prompt), options.max_tokens)
         # Published tokens stand first in the run, so that all of it can be sent again.
         run.tokens.extend(published)
         run.sent = len(published)
-        return self._roads(run, spec, prompt, options, published, engine.geometry)
+        return self._roads(run, spec, prompt, options, published, engine)
 
     def _roads(
         self,
@@ -181,8 +195,9 @@ class Preparer:
         prompt: list[int],
         options: GenerationOptions,
         published: Sequence[Token],
-        geometry: Geometry,
+        engine: Engine,
     ) -> Plan:
+        geometry = engine.geometry
         assert spec.seed is not None, "submit draws one"
         checkpoint = self._checkpoints.choose(
             run, prompt=prompt, published=published, seed=spec.seed, geometry=geometry
@@ -210,7 +225,31 @@ class Preparer:
             checkpoint_tokens=None if checkpoint is None else checkpoint.generated_tokens,
             exactness=run.exactness,
         )
-        return Plan(run, store, tuple(roads))
+        return Plan(run, engine, store, tuple(roads))
+
+    def _reserve(self, run: Run, prompt: int, max_tokens: int) -> None:
+        """Have memory for the run's row, to its longest end.
+
+        Raises:
+            NoMemory: others have it.
+            BadJob: no worker has so much.
+        """
+        admission = self._admit(run, prompt + max_tokens)
+        if admission is Admission.FITS:
+            return
+        if admission is Admission.WAITS:
+            raise NoMemory("other jobs have it")
+        most = self._wait(run, lambda: self._others.widest("max_context", run.model))
+        # Of one that has begun, a worker that had memory for it may be back soon.
+        if most is None or most >= prompt + max_tokens or run.claim.tokens:
+            raise NoMemory("this worker has too little, even alone")
+        raise BadJob(
+            f"max_tokens: {max_tokens} do not fit into memory: the prompt has {prompt} tokens, and "
+            f"no worker has memory for more than {most} of prompt and answer together",
+            hint=f"at most {most - prompt} can follow this prompt"
+            if most > prompt
+            else "shorten the prompt",
+        )
 
     @staticmethod
     def _begin(

@@ -5,26 +5,29 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import redis
 
 from tenuto_client import Keys
 from tenuto_engine import CheckpointStore, CheckpointWriteError, CheckpointWriter, Durable
 
+from . import _metrics as metrics
 from ._announcer import Announcer, Namespace
 from ._checkpoints import Checkpoints, engine_tokens
 from ._claimer import Claimer, Served
 from ._collector import Collector
 from ._decoder import DecodeThread
+from ._depths import QueueDepths
 from ._housekeeper import Housekeeper
 from ._identity import Identity
 from ._judge import Judge
 from ._late_ends import LateEnds
 from ._lease import LeaseKeeper
 from ._logging import get_log
-from ._models import ModelPool
+from ._models import ModelPool, PoolOutlets
 from ._nudges import NudgeListener
+from ._other_workers import OtherWorkers
 from ._preparer import Outlets, Preparer
 from ._publisher import Publisher
 from ._redis import Outage, Patience, connect
@@ -32,6 +35,9 @@ from ._run import EndKind, Run, Runs, Stop, end_words
 from ._scripts import JobScripts
 from ._settings import WorkerSettings
 from ._tickets import Tickets
+
+if TYPE_CHECKING:
+    from tenuto_engine import MemoryUse
 
 
 class Rooms:
@@ -51,8 +57,9 @@ class Rooms:
         self._log = get_log()
         self._keys = Keys(settings.namespace)
         self.runs = Runs()
-        self.runs.on_gone = lambda run: self.claimer.poke()
-        self.pool = ModelPool()
+        self.runs.on_gone = self._run_gone
+        self.pool = self._make_pool()
+        self._served: dict[str, Served] = {}
         self._client = self._connect()
         self._namespace = Namespace(self._client, self._keys)
         self.collector = self._make_collector()
@@ -73,15 +80,16 @@ class Rooms:
         self.decoder = DecodeThread(settings, self.runs, self.publisher, self.writer)
         self.lease = self._make_lease_keeper()
         self.housekeeper = self._make_housekeeper()
+        self.depths = self._make_depths()
 
     def load(self) -> None:
-        """Load the models, on the decode thread.
+        """Load the models that fit, on the decode thread.
 
         Raises:
-            ConfigError: one cannot be loaded.
+            ConfigError: none can be loaded.
         """
-        self.decoder.load()
-        self._announcer.describe({name: host.engine for name, host in self.decoder.hosts.items()})
+        self.pool.load_first()
+        self._describe_models()
 
     def open(self) -> None:
         """Build what needs the loaded models, and tell the world of them."""
@@ -106,14 +114,22 @@ class Rooms:
 
     def threads(self) -> dict[str, Callable[[], None]]:
         """The bodies of the threads, by name; the decode thread is not among them."""
-        return {
+        bodies = {
             "publisher": self.publisher.run,
             "lease": self.lease.run,
+            "models": self.pool.run,
             "preparer": self.preparer.run,
             "housekeeper": self.housekeeper.run,
             "nudges": self.nudges.run,
             "claimer": self.claimer.run,
         }
+        if self._settings.metrics_port is not None:
+            bodies["depths"] = self.depths.run
+        return bodies
+
+    def memory_use(self) -> MemoryUse:
+        """What the models and their caches take of the device's memory."""
+        return self.pool.memory()
 
     def stuck_for(self) -> float:
         """Seconds since the decode thread was last seen alive, if that is too long; else 0."""
@@ -139,12 +155,31 @@ class Rooms:
     def _stop_all(self) -> None:
         for run in self.runs.all():
             run.ask_to_stop(Stop.DRAIN)
+        self.pool.wake()
         self.decoder.wake()
 
     # -- building ----------------------------------------------------------------------
 
     def _connect(self, timeout: float = 5.0) -> redis.Redis:
         return connect(self._settings.redis_url, timeout=timeout)
+
+    def _make_pool(self) -> ModelPool:
+        client = self._connect()
+
+        def is_wanted(model: str) -> bool:
+            try:
+                return bool(client.exists(self._keys.queue(model)))
+            except (redis.RedisError, OSError):
+                # Nobody can claim now either.
+                return False
+
+        outlets = PoolOutlets(
+            ready=lambda run: self.preparer.submit(run),
+            end=lambda run, end: self.publisher.end(run, end),
+            changed=self._models_changed,
+            is_wanted=is_wanted,
+        )
+        return ModelPool(self._settings, self.runs, outlets)
 
     def _make_publisher(self) -> Publisher:
         return Publisher(
@@ -191,6 +226,14 @@ class Rooms:
             announce=self._announcer.announce,
         )
 
+    def _make_depths(self) -> QueueDepths:
+        return QueueDepths(
+            JobScripts(self._connect(), self._keys),
+            self._settings.models,
+            self._outage,
+            every=self._settings.depth_seconds,
+        )
+
     def _make_preparer(self) -> Preparer:
         client = self._connect()
         return Preparer(
@@ -199,7 +242,9 @@ class Rooms:
             self._keys,
             self._settings,
             self._patience,
-            engines={name: host.engine for name, host in self.decoder.hosts.items()},
+            engine_of=self.pool.engine,
+            admit=self.pool.admit,
+            others=OtherWorkers(client, self._keys, self._identity.name, self._own_limit),
             checkpoints=Checkpoints(
                 self._settings.checkpoints_dir, self._keys.namespace, self.collector.budget
             ),
@@ -208,43 +253,60 @@ class Rooms:
         )
 
     def _make_claimer(self) -> Claimer:
-        served = {
-            name: Served(name, host.engine.geometry.fingerprint, host.engine.slots)
-            for name, host in self.decoder.hosts.items()
-        }
         return Claimer(
             JobScripts(self._connect(), self._keys),
             self.runs,
             self._settings,
             self._outage,
-            served=served,
+            served=self._served,
             pool=self.pool,
             holder=self._identity.name,
             reach=self._identity.reach,
-            on_claim=self.preparer.submit,
+            on_claim=self.pool.bring,
         )
 
     # -- what one room tells another ---------------------------------------------------
 
+    def _models_changed(self) -> None:
+        self._describe_models()
+        self.claimer.poke()
+
+    def _describe_models(self) -> None:
+        for name in self._settings.models:
+            self._served[name] = Served(name, self.pool.fingerprint(name), self._settings.slots)
+        self._announcer.describe(self.pool.facts)
+
+    def _own_limit(self, limit: str, model: str) -> int | None:
+        return self.pool.max_context(model) if limit == "max_context" else None
+
+    def _run_gone(self, run: Run) -> None:
+        self.pool.gone(run)
+        self.claimer.poke()
+
     def _run_must_stop(self, run: Run) -> None:
+        self.pool.wake()
         self.decoder.wake()
         self.publisher.wake()
 
     def _checkpoint_saved(self, store: CheckpointStore, durable: Durable) -> None:
-        run = self.runs.get(store.folder.name)
-        if run is not None and run.store is store:
-            run.durable = durable.tokens
+        run = self._run_of(store)
+        if run is not None:
+            run.durable, run.durable_at = durable.tokens, time.monotonic()
             run.checkpoint_error = ""
 
     def _checkpoint_failed(self, store: CheckpointStore, error: CheckpointWriteError) -> None:
-        run = self.runs.get(store.folder.name)
-        if run is not None and run.store is store:
+        run = self._run_of(store)
+        if run is not None:
             # What was durable may be gone with its folder.
             run.durable = min(run.durable, store.durable.tokens)
             run.checkpoint_error = error.reason
-        get_log(job=store.folder.name, epoch=store.epoch).warning(
-            "checkpoint not saved", error=str(error)
-        )
+        metrics.checkpoint_errors.inc()
+        log = get_log(job=store.folder.name, epoch=store.epoch) if run is None else run.log
+        log.warning("checkpoint not saved", error=str(error))
+
+    def _run_of(self, store: CheckpointStore) -> Run | None:
+        run = self.runs.get(store.folder.name)
+        return run if run is not None and run.store is store else None
 
     def _job_ended(self, run: Run, state: str) -> None:
         """Have it written down beside the checkpoints. Nobody waits: Redis has the end."""

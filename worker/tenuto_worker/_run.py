@@ -117,6 +117,7 @@ class Run:
         span: the attempt as tracing sees it.
         phase, done, total: progress, as readers see it.
         beat: when it last made progress, by the monotonic clock.
+        row_tokens: for so many, prompt and answer, memory is reserved. Set by the pool of models.
         tokens: all tokens of the job from index 1, published or not. Appended to by its thread.
         sent: how many of them stand in the stream. Moved by the publisher.
         sent_at: when it last sent some.
@@ -146,6 +147,7 @@ class Run:
         self.done = 0
         self.total = 0
         self.beat = time.monotonic()
+        self.row_tokens = 0
         self.tokens: list[Token] = []
         self.sent = 0
         self.sent_at = 0.0

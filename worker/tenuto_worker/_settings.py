@@ -21,6 +21,8 @@ _PHASE_LIMITS: Mapping[str, float] = {
     "ending": 300.0,
 }
 _LEAST_BUDGET = 16 * 2**20
+_MOST_PORTS = 65535
+MEMORY = "a size such as 20GiB or 500MB (units KB, MB, GB, TB, KiB, MiB, GiB, TiB), or none"
 BUDGET = (
     "a size of at least 16MiB, such as 20GiB or 500MB (units KB, MB, GB, TB, KiB, MiB, GiB, TiB), "
     "or none for no limit"
@@ -43,6 +45,10 @@ class WorkerSettings:
         pipelined: decode ahead of the host; None lets the engine choose by device.
         disk_budget: bytes that checkpoints may take; infinite is no limit, None is what they take
             and four fifths of what is free.
+        memory_budget: bytes that models and their caches may take of the device's memory; infinite
+            is no limit, None lets the engine choose by device.
+        memory_wait_seconds: how long a job waits for memory that other models' jobs take by turns,
+            before they have to let it.
         checkpoint_every_tokens, checkpoint_every_seconds: whichever comes first.
         lease_seconds: how long a silent attempt keeps its job.
         renew_seconds: how often leases are renewed; None is three tenths of a lease.
@@ -57,6 +63,10 @@ class WorkerSettings:
         phase_limits: how long an attempt may go without progress in each phase, before its
             lease is left to run out.
         restart_pause_max: longest pause before a child that keeps dying is started again.
+        metrics_port: where metrics, health and readiness are served; None is nowhere, 0 takes a
+            free port.
+        metrics_host: the address of this machine that they are served on.
+        depth_seconds: how often the metrics look at the queues.
         log_format: "json", "pretty", or "auto" (pretty on a terminal).
     """
 
@@ -69,6 +79,8 @@ class WorkerSettings:
     chunk_size: int | None = None
     pipelined: bool | None = None
     disk_budget: float | None = None
+    memory_budget: float | None = None
+    memory_wait_seconds: float = 30.0
     checkpoint_every_tokens: int = 256
     checkpoint_every_seconds: float = 2.0
     lease_seconds: float = 10.0
@@ -84,6 +96,9 @@ class WorkerSettings:
     max_unsent_tokens: int = 4096
     phase_limits: Mapping[str, float] = field(default_factory=lambda: dict(_PHASE_LIMITS))
     restart_pause_max: float = 30.0
+    metrics_port: int | None = None
+    metrics_host: str = "127.0.0.1"
+    depth_seconds: float = 5.0
     log_format: str = "auto"
 
     def __post_init__(self) -> None:
@@ -98,8 +113,14 @@ class WorkerSettings:
         _at_least("--max-unsent-tokens", self.max_unsent_tokens, self.publish_tokens)
         if self.disk_budget is not None and not self.disk_budget > 0:
             raise ConfigError("--disk-budget", f"must be above 0, is {self.disk_budget:g}")
+        if self.memory_budget is not None and not self.memory_budget > 0:
+            raise ConfigError("--memory-budget", f"must be above 0, is {self.memory_budget:g}")
         if self.chunk_size is not None:
             _at_least("--chunk-size", self.chunk_size, 1)
+        if self.metrics_port is not None and not 0 <= self.metrics_port <= _MOST_PORTS:
+            raise ConfigError(
+                "--metrics-port", f"must be 0 to {_MOST_PORTS}, is {self.metrics_port}"
+            )
         if self.log_format not in ("auto", "json", "pretty"):
             raise ConfigError("--log-format", f"{self.log_format!r} is not auto, json or pretty")
 

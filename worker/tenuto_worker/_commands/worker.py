@@ -13,7 +13,7 @@ from typing import Any, Final
 from tenuto_client import Settings
 from tenuto_client.keys import MODEL_NAME, MODEL_NAME_HINT
 from tenuto_worker._errors import ConfigError, StartError
-from tenuto_worker._settings import BUDGET, WorkerSettings, disk_budget
+from tenuto_worker._settings import BUDGET, MEMORY, WorkerSettings, disk_budget, size
 
 HELP = "take queued jobs of some models and decode them"
 JSON = False
@@ -54,6 +54,7 @@ _KINDS: Final[Mapping[Callable[[str], Any], str]] = {
     int: "a whole number",
     float: "a number",
     disk_budget: BUDGET,
+    size: MEMORY,
     str: "a text",
 }
 _KNOBS: Final = (
@@ -78,6 +79,15 @@ _KNOBS: Final = (
         "loses them, then checkpoints of jobs that wait or were stopped, which then replay from "
         "their prompts; running jobs lose nothing and go on without new checkpoints",
     ),
+    _Knob(
+        "--memory-budget",
+        "memory_budget",
+        size,
+        "SIZE",
+        "models and the caches of their jobs take no more: 20GiB, 500MB, none (what the device "
+        "recommends; nine tenths of a CUDA device's memory; seven tenths of the machine's without "
+        "a GPU); models are loaded and unloaded by need",
+    ),
     _Knob("--chunk-size", "chunk_size", int, "N", "prefill chunk (512 on a GPU, 32 on a CPU)"),
     _Knob(
         "--lease-seconds",
@@ -101,6 +111,14 @@ _KNOBS: Final = (
         "N",
         "pause when Redis lacks so many (4096)",
     ),
+    _Knob(
+        "--metrics-port",
+        "metrics_port",
+        int,
+        "N",
+        "serve /metrics (for Prometheus), /healthz and /readyz there (off)",
+    ),
+    _Knob("--metrics-host", "metrics_host", str, "ADDRESS", "on this address (127.0.0.1)"),
     _Knob(
         "--log-format", "log_format", str, "auto|json|pretty", "auto is pretty on a terminal (auto)"
     ),

@@ -1,0 +1,104 @@
+"""`Hosted`: one model of a worker, loaded or not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from tenuto_engine import Engine, ModelFacts, RowCost
+
+    from ._run import Run
+
+_FIRST_PAUSE_S: Final = 10.0
+_LONGEST_PAUSE_S: Final = 300.0
+
+
+class ModelState(StrEnum):
+    """Where a model stands in this worker."""
+
+    COLD = "cold"
+    """Not in memory. Left by a claim; entered at the start, and when others need its memory."""
+    LOADING = "loading"
+    """Its memory is reserved; jobs may be claimed, and wait. Left when it is loaded, or is not."""
+    WARM = "warm"
+    """In memory; left when it has no runs and its memory is needed."""
+    BROKEN = "broken"
+    """It could not be loaded. Nothing is claimed for it until `retry_at`, then as of a cold one."""
+
+
+@dataclass(slots=True, eq=False)
+class Hosted:
+    """A model under the name by which it is served.
+
+    Attributes:
+        facts: what its files tell; None if they could not be read.
+        engine: there while it is warm.
+        cost: what a row takes; None before it was loaded once.
+        used_at: when it last had a run, by the monotonic clock.
+        failures: attempts in a row in which it could not be loaded; `reason` is why.
+        retry_at: when the next may be made, by the monotonic clock.
+        waiting: claimed runs that wait until it is loaded.
+    """
+
+    name: str
+    path: str
+    state: ModelState = ModelState.COLD
+    facts: ModelFacts | None = None
+    engine: Engine | None = None
+    cost: RowCost | None = None
+    weight_bytes: int = 0
+    used_at: float = 0.0
+    failures: int = 0
+    reason: str = ""
+    retry_at: float = 0.0
+    waiting: list[Run] = field(default_factory=list)
+
+    @property
+    def in_memory(self) -> bool:
+        """Whether its memory is taken, or is about to be."""
+        return self.state in (ModelState.LOADING, ModelState.WARM)
+
+    @property
+    def fingerprint(self) -> str:
+        """Of its geometry; "" if it is not known."""
+        return "" if self.facts is None else self.facts.geometry.fingerprint
+
+    def learn(self, facts: ModelFacts) -> None:
+        """Take what its files tell."""
+        if facts != self.facts:
+            self.facts, self.weight_bytes, self.cost = facts, facts.weight_bytes, None
+
+    def warmed(self, engine: Engine) -> None:
+        """It is loaded."""
+        self.state, self.engine = ModelState.WARM, engine
+        # The files tell it nearly, the arrays exactly.
+        self.weight_bytes, self.cost = engine.weight_bytes, engine.row_cost
+        self.failures, self.reason = 0, ""
+
+    def cooled(self) -> Engine:
+        """It is not in memory once the engine, which is returned, is dropped."""
+        engine, self.engine, self.state = self.engine, None, ModelState.COLD
+        assert engine is not None, "only a warm model is unloaded"
+        return engine
+
+    def broke(self, reason: str, now: float) -> float:
+        """It could not be loaded; returns after how many seconds it may be tried again."""
+        self.state, self.engine, self.reason = ModelState.BROKEN, None, reason
+        pause = min(_FIRST_PAUSE_S * 2.0**self.failures, _LONGEST_PAUSE_S)
+        self.failures += 1
+        self.retry_at = now + pause
+        return pause
+
+    def rests(self, now: float) -> bool:
+        """Whether it failed so lately that it is not tried."""
+        return self.state is ModelState.BROKEN and now < self.retry_at
+
+    def need(self, tokens: int) -> int:
+        """Bytes of a row of so many tokens; 0 as long as nobody knows."""
+        return 0 if self.cost is None else self.cost.of(tokens)
+
+    def tokens_in(self, size: float) -> int | None:
+        """The most tokens of a row in so many bytes; None if memory sets no limit."""
+        return None if self.cost is None else self.cost.tokens_in(size)
