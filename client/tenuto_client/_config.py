@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
+from ._endpoint import Endpoint
 from ._errors import InvalidRequest
-from ._redis import check_url
 from .keys import DEFAULT_NAMESPACE
 
 REDIS_URL: Final = "TENUTO_REDIS_URL"
@@ -58,7 +58,7 @@ class Settings:
                 "namespace", f"{prefix!r} is not a key prefix", hint="such as tenuto: or team-a:"
             )
         if url is not None:
-            check_url(url)
+            Endpoint.parse(url)
         return cls(url, prefix.rstrip(":") + ":", Path(folder).expanduser().absolute())
 
 

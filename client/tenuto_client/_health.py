@@ -11,10 +11,11 @@ from typing import Any, Final
 
 from ._announce import ALIVE_S, ModelInfo, WorkerInfo, unpack_model, unpack_worker
 from ._config import Settings
+from ._endpoint import Endpoint, address_of
 from ._errors import ServerUnavailable, TenutoError
 from ._findings import Finding, Level, count, size
 from ._outlook import EXACT_WAIT_S, waits_for_its_own, without_lease
-from ._redis import Connection, address_of
+from ._redis import Connection
 from ._server import find_server
 from ._server_home import FULL_DISK_BYTES, ServerHome
 from .keys import Keys
@@ -72,8 +73,8 @@ async def check_server(settings: Settings) -> list[Finding]:
         findings = await _look(connection, url, keys)
         return findings + await _lost_jobs(connection, keys, settings.data_dir / "checkpoints")
     except ServerUnavailable as error:
-        fix = "tenuto server" if settings.redis_url is None else f"redis-cli -u {address_of(url)}"
-        return [Finding(Level.PROBLEM, "server", error.message, f"{fix} ping   tells more")]
+        fix = "tenuto server" if settings.redis_url is None else Endpoint.parse(url).probe
+        return [Finding(Level.PROBLEM, "server", error.message, f"{fix}   tells more")]
     finally:
         await connection.close()
 

@@ -9,34 +9,21 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
-from urllib.parse import urlsplit
 
 import redis
-import redis.asyncio
 
-from ._errors import InvalidRequest, ServerStartFailed, ServerUnavailable
+from ._endpoint import Endpoint, close_client
+from ._errors import ServerStartFailed, ServerUnavailable
 
 _T = TypeVar("_T")
 _FIRST_DELAY_S: Final = 0.05
 _LONGEST_DELAY_S: Final = 2.0
 _SOCKET_TIMEOUT_S: Final = 15.0
 _CONNECT_TIMEOUT_S: Final = 5.0
-# ReadOnlyError: a failover is under way. OSError: what asyncio raises below redis-py.
-_TRANSIENT: Final = (
-    redis.ConnectionError,
-    redis.TimeoutError,
-    redis.exceptions.ReadOnlyError,
-    OSError,
-)
-
-
-def address_of(url: str) -> str:
-    """The URL without user, password and options, for messages."""
-    parts = urlsplit(url)
-    if parts.scheme == "unix":
-        return f"unix://{parts.path}"
-    host = parts.netloc.rpartition("@")[2]
-    return f"{parts.scheme}://{host}{parts.path}"
+# OSError: what asyncio raises below redis-py.
+_TRANSIENT: Final = (redis.ConnectionError, redis.TimeoutError, OSError)
+# What a server says that lost its replicas, or stopped being the master while we waited.
+_TRANSIENT_WORDS: Final = ("NOREPLICAS", "UNBLOCKED", "MASTERDOWN", "TRYAGAIN")
 
 
 class Backoff:
@@ -68,20 +55,18 @@ class Connection:
     """A pool of connections to one server, opened when it is first needed.
 
     Args:
-        url: for redis-py, or None for the embedded server of `data_dir`, which is started
+        url: what `Endpoint` knows, or None for the embedded server of `data_dir`, which is started
             where it does not run, also when it has died in between.
         retry_for: for how many seconds a call is tried again after the server was lost. A server
             that was never reached is not waited for.
     """
 
     def __init__(self, url: str | None, data_dir: Path, retry_for: float) -> None:
-        self._url = url
+        self._given = None if url is None else Endpoint.parse(url)
         self._data_dir = data_dir
         self._retry_for = retry_for
         self._client: Any = None
         self._reached = False
-        if url is not None:
-            check_url(url)
 
     async def once(self, *command: Any) -> Any:
         """Run a command, one try.
@@ -123,7 +108,7 @@ class Connection:
         if not self._reached:
             raise error
         await backoff.wait(error)
-        while self._url is None:
+        while self._given is None:
             try:
                 await self._start_embedded()
                 return
@@ -148,16 +133,16 @@ class Connection:
         """Close all connections. The embedded server goes on, for others and for later."""
         client, self._client = self._client, None
         if client is not None:
-            # redis-py 5.0.0 has no `aclose`, later ones warn of `close`.
-            await (client.aclose if hasattr(client, "aclose") else client.close)()
-            await client.connection_pool.disconnect()
+            await close_client(client)
 
     async def _open(self) -> Any:
         if self._client is None:
-            url = self._url if self._url is not None else await self._start_embedded()
-            self._address = address_of(url)
+            endpoint = self._given or Endpoint.parse(await self._start_embedded())
+            self._address = endpoint.address
             if self._client is None:
-                self._client = _make_client(url)
+                self._client = endpoint.asynchronous(
+                    socket_timeout=_SOCKET_TIMEOUT_S, socket_connect_timeout=_CONNECT_TIMEOUT_S
+                )
         return self._client
 
     async def _start_embedded(self) -> str:
@@ -166,12 +151,17 @@ class Connection:
         return await asyncio.to_thread(ensure_server, self._data_dir)
 
     def _mapped(self, error: Exception) -> ServerUnavailable:
+        if isinstance(error, redis.exceptions.NoPermissionError):
+            return ServerUnavailable(
+                f"{self._address} refuses: {error}",
+                hint="ops/users.conf has the rights that clients and workers need",
+            )
         if _is_refusal(error):
             return ServerUnavailable(
                 f"{self._address} refuses: {error}",
                 hint="user and password belong into the URL: redis://user:password@host",
             )
-        if isinstance(error, _TRANSIENT):
+        if isinstance(error, _TRANSIENT) or str(error).startswith(_TRANSIENT_WORDS):
             return ServerUnavailable(
                 f"no answer from {self._address}: {_reason(error)}",
                 hint="is the server up? tenuto doctor looks",
@@ -183,14 +173,15 @@ class Connection:
                 hint="raise maxmemory, or delete old jobs",
             )
         return ServerUnavailable(
-            f"{self._address} refused a command: {error}", hint="tenuto doctor looks for the cause"
+            f"{self._address} refused a command: {_without_arguments(error)}",
+            hint="tenuto doctor looks for the cause",
         )
 
 
 def _is_refusal(error: BaseException | None) -> bool:
     """Whether the server knows us not, which redis-py hides below a lost connection."""
     while error is not None:
-        if isinstance(error, redis.AuthenticationError | redis.exceptions.NoPermissionError):
+        if isinstance(error, redis.AuthenticationError):
             return True
         error = error.__cause__
     return False
@@ -200,39 +191,6 @@ def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
-def check_url(url: str) -> None:
-    """Refuse what redis-py could not connect by.
-
-    Raises:
-        InvalidRequest: it says nothing of the URL but its scheme, since any part of a malformed
-            one may be the password, and redis-py's own message may name it.
-    """
-    scheme = url.partition("://")[0] if "://" in url else "none"
-    try:
-        if _splits_a_password(url):
-            raise ValueError
-        # An unknown option is noticed by the connection only.
-        redis.ConnectionPool.from_url(url).make_connection()
-    except (ValueError, TypeError):
-        raise InvalidRequest(
-            "redis",
-            f"not a Redis URL that can be used (its scheme is {scheme})",
-            hint="redis://user:password@host:6379/0 or unix:///path, options as redis-py knows "
-            "them; in a password write / as %2F, # as %23, ? as %3F",
-        ) from None
-
-
-def _splits_a_password(url: str) -> bool:
-    """Whether a sign in the password made the rest of it path, query or fragment."""
-    parts = urlsplit(url)
-    query = "" if "=" in parts.query else parts.query
-    return parts.scheme != "unix" and "@" in parts.path + query + parts.fragment
-
-
-def _make_client(url: str) -> Any:
-    # Any: redis-py's own types change from version to version.
-    make: Any = redis.asyncio.from_url
-    client = make(url, socket_timeout=_SOCKET_TIMEOUT_S, socket_connect_timeout=_CONNECT_TIMEOUT_S)
-    # Set here because an option in the URL wins over an argument; what we read is bytes.
-    client.connection_pool.connection_kwargs["decode_responses"] = False
-    return client
+def _without_arguments(error: Exception) -> str:
+    """A server that does not know a command repeats what it was sent, users' texts among it."""
+    return str(error).partition(", with args beginning with")[0]

@@ -95,6 +95,10 @@ def test_a_traceback_stays_on_its_line_and_shows_no_local_variables(lines: io.St
         ("redis://:secret@h:1/2", "redis://:***@h:1/2"),
         ("rediss://me:secret@h", "rediss://me:***@h"),
         ("redis://h?password=secret", "redis://h"),
+        (
+            "redis+sentinel://me:secret@a:1,[::1]:2/jobs?sentinel_password=secret",
+            "redis+sentinel://me:***@a:1,[::1]:2/jobs",
+        ),
         ("unix:///a/b?db=1", "unix:///a/b"),
     ],
 )

@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import sys
 from typing import Any, TextIO, cast
-from urllib.parse import urlsplit, urlunsplit
 
 import structlog
 from structlog.typing import FilteringBoundLogger, Processor
+
+from tenuto_client._endpoint import address_of
 
 Log = FilteringBoundLogger
 
@@ -64,12 +65,10 @@ def take_over_loggers() -> None:
 
 def redacted(url: str) -> str:
     """A Redis URL without its password."""
-    parts = urlsplit(url)
-    if parts.password is None:
-        return url.split("?")[0]
-    host = parts.netloc.rpartition("@")[2]
-    user = parts.username or ""
-    return urlunsplit((parts.scheme, f"{user}:***@{host}", parts.path, "", ""))
+    authority = url.partition("://")[2].partition("?")[0].partition("/")[0]
+    user, colon, _ = authority.rpartition("@")[0].partition(":")
+    shown = f"{user}:***@" if colon else f"{user}@" if user else ""
+    return address_of(url).replace("://", f"://{shown}", 1)
 
 
 def _shared_processors() -> list[Processor]:

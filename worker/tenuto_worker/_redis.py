@@ -13,6 +13,7 @@ import redis
 from redis.exceptions import AuthenticationError, ResponseError
 
 from tenuto_client import Keys
+from tenuto_client._endpoint import Endpoint
 
 from ._errors import Interrupted, RedisAway, RedisUnavailable
 from ._logging import get_log, redacted
@@ -47,15 +48,11 @@ def is_outage(error: BaseException) -> bool:
 
 
 def connect(url: str, *, timeout: float = 5.0) -> redis.Redis:
-    """A blocking client of its own connection; it connects at its first call."""
-    client = redis.Redis.from_url(url, socket_timeout=timeout, socket_connect_timeout=timeout)
-    as_bytes(client.connection_pool)
-    return client
+    """A blocking client of its own connection; it connects at its first call.
 
-
-def as_bytes(pool: Any) -> None:
-    """What we read is bytes, whatever the URL's options say, which win over arguments."""
-    pool.connection_kwargs["decode_responses"] = False
+    After a failover it finds the new master, through the sentinels where the URL names some.
+    """
+    return Endpoint.parse(url).blocking(socket_timeout=timeout, socket_connect_timeout=timeout)
 
 
 def reach(client: redis.Redis, url: str) -> None:

@@ -12,16 +12,17 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final, cast
 
 import msgpack
-import redis.asyncio
+import redis
 from arq.connections import ArqRedis
 from arq.worker import Worker, func
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
 from tenuto_client import Keys
+from tenuto_client._endpoint import Endpoint, close_client
 
 from ._logging import get_log
-from ._redis import Backoff, as_bytes, is_outage
+from ._redis import Backoff, is_outage
 
 TICKET_FUNCTION: Final = "run_ticket"
 _POLL_S = 0.5
@@ -59,7 +60,7 @@ class Tickets:
     """Reads the tickets of all models.
 
     Args:
-        url: of Redis; Unix sockets and TLS included.
+        url: of Redis, as `Endpoint` knows it.
         poke: wakes the claimer.
         has_slot: whether a job of a model could be taken now.
     """
@@ -73,7 +74,7 @@ class Tickets:
         poke: Callable[[], object],
         has_slot: Callable[[str], bool],
     ) -> None:
-        self._url = url
+        self._endpoint = Endpoint.parse(url)
         self._keys = keys
         self._models = tuple(models)
         self._poke = poke
@@ -101,19 +102,17 @@ class Tickets:
             await asyncio.sleep(backoff.pause())
 
     def _reader(self, model: str) -> TicketReader:
-        pool = redis.asyncio.ConnectionPool.from_url(
-            self._url,
+        client = self._endpoint.asynchronous(
             socket_connect_timeout=5,
             retry=Retry(ExponentialBackoff(cap=1.0, base=0.05), 5),
             retry_on_error=[redis.ConnectionError, redis.TimeoutError],
         )
-        as_bytes(pool)
 
         async def run_ticket(_context: dict[Any, Any]) -> None:
             self._poke()
 
         return TicketReader(
-            ArqRedis(pool, job_serializer=_pack, job_deserializer=_unpack),
+            ArqRedis(client.connection_pool, job_serializer=_pack, job_deserializer=_unpack),
             self._keys.tickets(model),
             run_ticket,
             lambda: self._has_slot(model),
@@ -121,12 +120,12 @@ class Tickets:
 
 
 async def _close(reader: TicketReader) -> None:
-    connections = reader.pool.connection_pool
+    pool = reader.pool
     # It raises what its tasks do, and whatever Redis says.
     with contextlib.suppress(Exception, asyncio.CancelledError):
         await asyncio.wait_for(reader.close(), _CLOSE_S)
     with contextlib.suppress(Exception):
-        await connections.disconnect()
+        await close_client(pool)
 
 
 def _pack(value: dict[str, Any]) -> bytes:

@@ -183,8 +183,7 @@ class Story:
         home = self._home
         flags = ["--model", f"{MODEL_NAME}={home.model}", "--data-dir", str(home.folder)]
         flags += ["--namespace", home.namespace]
-        flags += ["--redis", home.redis_url] if home.redis_url else []
-        worker = DemoWorker(name, home.folder / f"worker-{name.lower()}.log", flags)
+        worker = DemoWorker(name, home.folder / f"worker-{name.lower()}.log", flags, home.redis_url)
         self._workers.append(worker)
         return worker
 

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from tenuto_client._config import REDIS_URL
+
 _GRACE_S: Final = 20.0
 _LOG_LINES: Final = 8
 
@@ -24,13 +26,17 @@ class DemoWorker:
         name: what the story calls it.
         log: file for what it says, as JSON lines.
         flags: of `tenuto worker`.
+        redis_url: None is the embedded server of the data dir.
     """
 
-    def __init__(self, name: str, log: Path, flags: list[str]) -> None:
+    def __init__(self, name: str, log: Path, flags: list[str], redis_url: str | None) -> None:
         self.name = name
         self.log = log
         # Settings that the user made for workers of their own are not meant for this one.
         environ = {key: value for key, value in os.environ.items() if not _is_ours(key)}
+        if redis_url is not None:
+            # Not as a flag: others on this machine can read those, and it may hold a password.
+            environ[REDIS_URL] = redis_url
         body = f"from {__name__} import main; main()"
         with log.open("wb") as out:
             self._process = subprocess.Popen(

@@ -1,0 +1,261 @@
+"""`Endpoint`: where Redis is. It parses a URL, and makes redis-py's clients for it.
+
+    redis://user:password@host:6379/0                     rediss:// for TLS
+    unix:///path/of/socket?db=0
+    redis+sentinel://user:password@host:26379,host/service/0    rediss+sentinel:// for TLS
+
+User and password are the server's; those of the sentinels are the options `sentinel_username` and
+`sentinel_password`. All other options are redis-py's own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Final, Self
+from urllib.parse import urlsplit
+
+import redis
+import redis.asyncio
+import redis.asyncio.retry
+import redis.asyncio.sentinel
+import redis.connection
+import redis.retry
+import redis.sentinel
+from redis.backoff import NoBackoff
+
+from ._errors import InvalidRequest
+
+_SENTINEL: Final = re.compile(r"rediss?\+sentinel")
+_HOST: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
+_SERVICE: Final = re.compile(r"[A-Za-z0-9._-]+")
+_SENTINEL_PORT: Final = 26379
+# A sentinel that does not answer must not keep the others from being asked.
+_SENTINEL_TIMEOUT_S: Final = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """One Redis or Valkey server, or the master of a group that sentinels watch.
+
+    A connection whose server became a replica is closed, so that the next one finds the master:
+    through the sentinels, or through a name that points to it by now.
+
+    Attributes:
+        address: for messages: the URL without user, password and options.
+    """
+
+    address: str
+    _url: str = field(repr=False)
+    _group: _Group | None = field(repr=False)
+
+    @classmethod
+    def parse(cls, url: str) -> Self:
+        """What the URL says; nothing is connected.
+
+        Raises:
+            InvalidRequest: redis-py could not connect by it. Says nothing of the URL but its
+                scheme, since any part of a malformed one may be the password, and redis-py's own
+                message may name it.
+        """
+        scheme = url.partition("://")[0] if "://" in url else "none"
+        try:
+            group = _Group.parse(url) if _SENTINEL.fullmatch(scheme) else None
+            if group is None and _splits_a_password(url):
+                raise ValueError
+            endpoint = cls(address_of(url), url, group)
+            # An unknown option is noticed by the connection only.
+            endpoint.blocking().connection_pool.make_connection()
+        except (ValueError, TypeError):
+            raise InvalidRequest(
+                "redis",
+                f"not a Redis URL that can be used (its scheme is {scheme})",
+                hint="redis://user:password@host:6379/0, unix:///path or "
+                "redis+sentinel://user:password@host:26379,host:26379/service, options as "
+                "redis-py knows them; in a password write / as %2F, # as %23, ? as %3F, @ as %40",
+            ) from None
+        return endpoint
+
+    @property
+    def probe(self) -> str:
+        """A command line that tells more of what does not answer."""
+        if self._group is None:
+            return f"redis-cli -u {self.address} ping"
+        host, port = self._group.hosts[0]
+        return f"redis-cli -h {host} -p {port} sentinel master {self._group.service}"
+
+    def blocking(self, **options: Any) -> redis.Redis:
+        """A blocking client that returns bytes; `options` are redis-py's, and the URL's win."""
+        client: Any
+        if self._group is None:
+            client = redis.Redis.from_url(self._url, **options)
+        else:
+            client = self._group.blocking(options)
+        _prepare(client.connection_pool, _blocking)
+        found: redis.Redis = client
+        return found
+
+    def asynchronous(self, **options: Any) -> Any:
+        """An asyncio client that returns bytes; close it by `close_client`.
+
+        Any, because redis-py's own types change from version to version.
+        """
+        if self._group is None:
+            make: Any = redis.asyncio.from_url
+            client = make(self._url, **options)
+        else:
+            client = self._group.asynchronous(options)
+        _prepare(client.connection_pool, _asynchronous)
+        return client
+
+
+async def close_client(client: Any) -> None:
+    """Close an asyncio client, its connections, and those to its sentinels."""
+    manager = getattr(client.connection_pool, "sentinel_manager", None)
+    for each in (client, *(manager.sentinels if manager is not None else ())):
+        # redis-py 5.0.0 has no `aclose`, later ones warn of `close`.
+        await (each.aclose if hasattr(each, "aclose") else each.close)()
+        await each.connection_pool.disconnect()
+
+
+def address_of(url: str) -> str:
+    """The URL without user, password and options, for messages."""
+    scheme, _, rest = url.partition("://")
+    authority, slash, path = rest.partition("?")[0].partition("/")
+    return f"{scheme}://{authority.rpartition('@')[2]}{slash}{path}"
+
+
+def is_read_only(error: BaseException) -> bool:
+    """Whether the server is a replica; one before version 7 says so inside a script's error."""
+    return isinstance(error, redis.exceptions.ReadOnlyError) or "-READONLY" in str(error)
+
+
+def _splits_a_password(url: str) -> bool:
+    """Whether a sign in the password made the rest of it path, query or fragment."""
+    parts = urlsplit(url)
+    query = "" if "=" in parts.query else parts.query
+    return parts.scheme != "unix" and "@" in parts.path + query + parts.fragment
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """A master and its replicas, as sentinels know them.
+
+    Attributes:
+        hosts: host and port of each sentinel.
+        service: the sentinels' name of the group.
+        server: redis-py's options of a connection to the master.
+        sentinel: those of one to a sentinel.
+    """
+
+    hosts: tuple[tuple[str, int], ...]
+    service: str
+    server: Mapping[str, Any] = field(repr=False)
+    sentinel: Mapping[str, Any] = field(repr=False)
+
+    @classmethod
+    def parse(cls, url: str) -> Self:
+        # Not by urlsplit, which knows of one host only.
+        scheme, _, rest = url.partition("://")
+        place, mark, query = rest.partition("?")
+        authority, _, path = place.partition("/")
+        user, at, hosts = authority.rpartition("@")
+        service, _, database = path.partition("/")
+        if not _SERVICE.fullmatch(service) or not re.fullmatch("[0-9]*", database):
+            raise ValueError("no service")
+        if "#" in rest or ("@" in query and "=" not in query):
+            raise ValueError("a sign in the password split the URL")
+        parse: Any = redis.connection.parse_url
+        server: dict[str, Any] = dict(parse(f"redis://{user}{at}_/{database}{mark}{query}"))
+        del server["host"]
+        if scheme.startswith("rediss"):
+            server["ssl"] = True
+        return cls(tuple(map(_host, hosts.split(","))), service, server, _sentinel_options(server))
+
+    def blocking(self, options: Mapping[str, Any]) -> Any:
+        manager: Any = redis.sentinel.Sentinel
+        return self._client(manager, redis.retry.Retry, options)
+
+    def asynchronous(self, options: Mapping[str, Any]) -> Any:
+        manager: Any = redis.asyncio.sentinel.Sentinel
+        return self._client(manager, redis.asyncio.retry.Retry, options)
+
+    def _client(self, manager: Any, retry: Any, options: Mapping[str, Any]) -> Any:
+        # redis-py's own retries (from version 6 on, with seconds between them) nest here: each try
+        # to connect would ask each sentinel several times. Whoever calls us tries again anyway.
+        once = retry(NoBackoff(), 0)
+        sentinels = manager(
+            self.hosts,
+            sentinel_kwargs={
+                "socket_timeout": _SENTINEL_TIMEOUT_S,
+                "socket_connect_timeout": _SENTINEL_TIMEOUT_S,
+                "retry": once,
+                **self.sentinel,
+            },
+        )
+        return sentinels.master_for(self.service, **{"retry": once, **options, **self.server})
+
+
+def _host(text: str) -> tuple[str, int]:
+    found = _HOST.fullmatch(text)
+    if found is None:
+        raise ValueError("no host")
+    host, port = found.groups()
+    return host.strip("[]"), int(port or _SENTINEL_PORT)
+
+
+def _sentinel_options(server: dict[str, Any]) -> dict[str, Any]:
+    """Takes the sentinels' own options out of the server's; they share what TLS needs."""
+    own = {
+        name: server.pop(f"sentinel_{name}")
+        for name in ("username", "password")
+        if f"sentinel_{name}" in server
+    }
+    return own | {name: value for name, value in server.items() if name.startswith("ssl")}
+
+
+def _prepare(pool: Any, closing: Any) -> None:
+    # An option of the URL wins over an argument, and what we read is bytes.
+    pool.connection_kwargs["decode_responses"] = False
+    pool.connection_class = closing(pool.connection_class)
+
+
+@lru_cache
+def _blocking(kind: Any) -> Any:
+    """A kind of connection that is closed when its server turns out to be a replica."""
+
+    class ClosingConnection(kind):  # type: ignore[misc]
+        def read_response(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return super().read_response(*args, **kwargs)
+            except redis.ResponseError as error:
+                if not is_read_only(error):
+                    raise
+                self.disconnect()
+                raise _demoted(error) from error
+
+    return ClosingConnection
+
+
+@lru_cache
+def _asynchronous(kind: Any) -> Any:
+    """The same for asyncio."""
+
+    class ClosingConnection(kind):  # type: ignore[misc]
+        async def read_response(self, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return await super().read_response(*args, **kwargs)
+            except redis.ResponseError as error:
+                if not is_read_only(error):
+                    raise
+                await self.disconnect()
+                raise _demoted(error) from error
+
+    return ClosingConnection
+
+
+def _demoted(error: redis.ResponseError) -> redis.ConnectionError:
+    # What redis-py makes of it where there are sentinels, and what everybody takes for an outage.
+    return redis.ConnectionError(f"it is a replica, which takes no writes: {error}")

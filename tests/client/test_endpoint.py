@@ -1,0 +1,82 @@
+"""Where Redis is: what a URL says, and what of it is shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tenuto_client import Client, InvalidRequest
+from tenuto_client._endpoint import Endpoint, close_client
+
+GROUP = "redis+sentinel://me:sesame@a:1,[::1]:2,c/jobs/3?sentinel_password=open"
+
+
+def test_a_url_of_sentinels_names_hosts_group_database_and_both_passwords() -> None:
+    pool: Any = Endpoint.parse(GROUP).blocking(socket_timeout=5).connection_pool
+    assert pool.service_name == "jobs"
+    options = pool.connection_kwargs
+    assert (options["username"], options["password"], options["db"]) == ("me", "sesame", 3)
+    assert options["socket_timeout"] == 5
+    sentinels = [each.connection_pool.connection_kwargs for each in pool.sentinel_manager.sentinels]
+    assert [(each["host"], each["port"]) for each in sentinels] == [
+        ("a", 1),
+        ("::1", 2),
+        ("c", 26379),
+    ]
+    # The server's password is none of the sentinels' business.
+    assert {each.get("password") for each in sentinels} == {"open"}
+    assert {each.get("username") for each in sentinels} == {None}
+
+
+async def test_tls_holds_for_the_sentinels_too() -> None:
+    endpoint = Endpoint.parse("rediss+sentinel://a/jobs?ssl_ca_certs=/ca.pem")
+    client = endpoint.asynchronous()
+    (sentinel,) = client.connection_pool.sentinel_manager.sentinels
+    for pool in (client.connection_pool, sentinel.connection_pool):
+        assert pool.connection_kwargs["ssl_ca_certs"] == "/ca.pem"
+        assert any("SSL" in kind.__name__ for kind in pool.connection_class.__mro__)
+    await close_client(client)
+
+
+@pytest.mark.parametrize("url", [GROUP, "redis://me:sesame@a:1/3", "unix://me:sesame@/run/s?db=3"])
+def test_nothing_that_is_shown_of_an_endpoint_has_a_password(url: str) -> None:
+    endpoint = Endpoint.parse(url)
+    for shown in (endpoint.address, endpoint.probe, repr(endpoint)):
+        assert "sesame" not in shown
+        assert "open" not in shown
+
+
+def test_what_is_looked_at_when_sentinels_do_not_answer_is_the_first_of_them() -> None:
+    assert Endpoint.parse(GROUP).probe == "redis-cli -h a -p 1 sentinel master jobs"
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis+sentinel://a",
+        "redis+sentinel:///jobs",
+        "redis+sentinel://a,/jobs",
+        "redis+sentinel://a:port/jobs",
+        "redis+sentinel://a/jobs/x",
+        "redis+sentinel://a/jo bs",
+        "redis+sentinel://a/jobs?no_such_option=1",
+        "redis+sentinel://me:12/sesame@a/jobs",
+        "redis+sentinel://me:12#sesame@a/jobs",
+        "redis+sentinel://me:12?sesame@a/jobs",
+        "sentinel://a/jobs",
+    ],
+)
+async def test_what_is_no_url_of_sentinels_is_refused_and_not_shown(url: str) -> None:
+    with pytest.raises(InvalidRequest, match="redis") as refused:
+        Client(url)
+    assert "sesame" not in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["redis://a?decode_responses=yes", GROUP + "&decode_responses=yes"])
+async def test_answers_are_bytes_whatever_the_url_asks_for(url: str) -> None:
+    endpoint = Endpoint.parse(url)
+    assert endpoint.blocking().connection_pool.connection_kwargs["decode_responses"] is False
+    client = endpoint.asynchronous()
+    assert client.connection_pool.connection_kwargs["decode_responses"] is False
+    await close_client(client)
