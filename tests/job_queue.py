@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from typing import Any
 
 import redis
@@ -59,6 +60,7 @@ class JobQueue:
         deadline: str = "",
         retention: str = "100",
         spec: bytes | None = None,
+        hash_fields: Mapping[str, float] | None = None,
         **options: Any,
     ) -> str:
         """A queued job; its id."""
@@ -68,7 +70,8 @@ class JobQueue:
         reply = self._run(
             "submit",
             *(job_id, self.model, tenant, priority, packed, retention, deadline, "", "hash"),
-            *(options["max_tokens"], "{}"),
+            *(options["max_tokens"], "{}", 0),
+            *(part for pair in (hash_fields or {}).items() for part in pair),
         )
         assert reply[0] == b"created", reply
         return job_id

@@ -37,7 +37,7 @@ from ._store import new_job_id
 
 _WORKER: Final = "fake"
 # As the scripts account for memory: a job, a token of it, a top logprob of a token.
-_JOB_BYTES: Final = 4096
+_JOB_BYTES: Final = 8192
 _TOKEN_BYTES: Final = 64
 _LOGPROB_BYTES: Final = 12
 

@@ -12,7 +12,7 @@ from typing import Final, cast
 from . import _checks as check
 from ._announce import ModelInfo
 from ._errors import InvalidRequest, LimitExceeded
-from ._findings import size
+from ._findings import count, size
 from ._spec import JobSpec
 from .keys import MODEL_NAME, MODEL_NAME_HINT
 
@@ -124,7 +124,8 @@ def _problem(spec: JobSpec, name: str, value: int, maximum: int) -> str:
         )
     if name in _RETRYABLE:
         whose = f" of tenant {spec.tenant}" if name == "max_queued_per_tenant" else ""
-        return f"{value - 1} jobs{whose} wait for {spec.model}, at most {maximum} may"
+        jobs = count(value - 1, "job")
+        return f"{jobs}{whose} waiting for {spec.model}, at most {maximum} may"
     what = {"max_tokens": "tokens", "max_prompt": "tokens of prompt"}.get(
         name, "tokens of prompt and generation"
     )

@@ -74,7 +74,7 @@ def _show(client: SyncClient, args: argparse.Namespace) -> None:
     if args.action == "show" and args.names:
         raise InvalidRequest(args.names[0], "show takes no names")
     if args.model is not None:
-        limits = {model: named for model, named in limits.items() if model == args.model}
+        limits = {m: named for m, named in limits.items() if m in (args.model, ALL_MODELS)}
     out(_json(limits) if args.json else _table(limits))
 
 

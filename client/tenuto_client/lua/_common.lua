@@ -7,7 +7,7 @@ local TICKET_TTL_MS = 30 * 24 * 3600 * 1000
 local MAX_STALLS = 3
 -- Memory of Redis, measured (tests/client/test_usage.py): a job's keys, a token in an entry of its own, a top logprob of
 -- it, and an entry beyond its payload. Real use stays below.
-local JOB_BYTES = 4096
+local JOB_BYTES = 8192
 local TOKEN_BYTES = 64
 local LOGPROB_BYTES = 12
 local ENTRY_BYTES = 32

@@ -1,0 +1,371 @@
+"""What submit refuses, of the real client and of the fake one alike; and the commands for it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raw_worker import RawWorker
+from tenuto_client import (
+    Client,
+    FakeClient,
+    IdempotencyConflict,
+    InvalidRequest,
+    Job,
+    JobState,
+    Keys,
+    LimitExceeded,
+    ModelInfo,
+    UnknownModel,
+    WorkerInfo,
+    pack_announcement,
+)
+from tenuto_client._client import BaseClient
+from tenuto_client._command import main
+
+JOB_BYTES = 8192
+TOKEN_BYTES = 64
+LOGPROB_BYTES = 12
+
+
+@pytest.fixture(params=["fake", "real"])
+async def client(request: pytest.FixtureRequest) -> AsyncIterator[BaseClient]:
+    """Both, one after the other; the model `m` is served."""
+    if request.param == "fake":
+        yield FakeClient([ModelInfo("m", 1000, 500, "f", 0.0)])
+        return
+    namespace = request.getfixturevalue("namespace")
+    request.getfixturevalue("worker").announce(context_length=1000, vocab_size=500)
+    async with Client(request.getfixturevalue("redis_url"), namespace=namespace) as real:
+        yield real
+
+
+async def queue(client: BaseClient, prompt: Any = "hi", **options: Any) -> Job:
+    """A job that waits."""
+    if isinstance(client, FakeClient):
+        client.reply(["x"], start=False)
+    return await client.submit("m", prompt, **options)
+
+
+async def refused(client: BaseClient, prompt: Any = "hi", **options: Any) -> LimitExceeded:
+    """The refusal of a submit, which leaves nothing behind."""
+    before = await client.list()
+    with pytest.raises(LimitExceeded) as caught:
+        await queue(client, prompt, **options)
+    assert await client.list() == before
+    return caught.value
+
+
+CASES: Mapping[str, tuple[int, dict[str, Any], int, bool]] = {
+    # limit: value, what is over it, the value that is told, whether waiting helps
+    "max_tokens": (9, {"max_tokens": 10}, 10, False),
+    "max_prompt": (2, {"prompt": [1, 2, 3]}, 3, False),
+    "max_queued_per_tenant": (0, {}, 1, True),
+    "max_queued": (0, {}, 1, True),
+}
+
+
+@pytest.mark.parametrize("model", [None, "m"])
+@pytest.mark.parametrize("name", CASES)
+async def test_a_submit_over_a_limit_is_refused_with_its_name(
+    client: BaseClient, name: str, model: str | None
+) -> None:
+    maximum, over, value, retryable = CASES[name]
+    await client.set_limits({name: maximum}, model=model)
+    error = await refused(client, **over)
+    assert (error.limit, error.value, error.maximum) == (name, value, maximum)
+    assert error.retryable is retryable
+    assert str(error).startswith(f"{name}: ")
+    assert error.hint
+    await client.set_limits({name: value}, model=model)
+    assert (await (await queue(client, **over)).status()).state is JobState.QUEUED
+
+
+async def test_the_narrower_of_two_limits_counts(client: BaseClient) -> None:
+    await client.set_limits({"max_tokens": 100})
+    await client.set_limits({"max_tokens": 50}, model="m")
+    assert (await refused(client, max_tokens=51)).maximum == 50
+    await client.set_limits({"max_tokens": 20})
+    assert (await refused(client, max_tokens=21)).maximum == 20
+
+
+async def test_a_limit_of_another_model_bounds_nothing(client: BaseClient) -> None:
+    await client.set_limits({"max_queued": 0}, model="other")
+    await queue(client)
+
+
+async def test_the_limits_of_a_job_are_told_before_those_of_the_queue(client: BaseClient) -> None:
+    await client.set_limits(dict.fromkeys(reversed(CASES), 0))
+    await client.set_limits({"max_stream_memory": 0})
+    for name in CASES:
+        assert (await refused(client, [1])).limit == name
+        await client.clear_limits(name)
+    assert (await refused(client, [1])).limit == "max_stream_memory"
+
+
+async def test_each_tenant_has_its_own_count_and_an_ended_wait_frees_its_place(
+    client: BaseClient,
+) -> None:
+    await client.set_limits({"max_queued_per_tenant": 2, "max_queued": 3})
+    first = [await queue(client, tenant="a") for _ in range(2)]
+    error = await refused(client, tenant="a")
+    assert (error.limit, error.value) == ("max_queued_per_tenant", 3)
+    assert "tenant a" in str(error)
+    await queue(client, tenant="b")
+    assert (await refused(client, tenant="b")).limit == "max_queued"
+    await first[0].cancel()
+    await queue(client, tenant="a")
+    await first[1].delete()
+    await queue(client, tenant="b")
+    assert [model.queued for model in await client.models()] == [3]
+
+
+async def test_memory_is_bounded_by_what_all_jobs_may_come_to(client: BaseClient) -> None:
+    most = 2 * (JOB_BYTES + 1000 + 100 * (TOKEN_BYTES + 3 * LOGPROB_BYTES))
+    await client.set_limits({"max_stream_memory": most})
+    jobs = [await queue(client, max_tokens=100, logprobs=3) for _ in range(2)]
+    error = await refused(client, max_tokens=100, logprobs=3)
+    assert (error.limit, error.maximum, error.retryable) == ("max_stream_memory", most, True)
+    assert most < error.value < 1.5 * most
+    await jobs[0].cancel()  # an ended job takes what it wrote, and nothing was written
+    await jobs[0].delete()
+    await queue(client, max_tokens=100, logprobs=3)
+
+
+async def test_jobs_that_are_there_and_resumes_are_never_refused(client: BaseClient) -> None:
+    job = await queue(client, [1, 2, 3], max_tokens=5, idempotency_key="k")
+    await client.set_limits({**dict.fromkeys(CASES, 0), "max_stream_memory": 0})
+    again = await client.submit("m", [1, 2, 3], max_tokens=5, idempotency_key="k")
+    assert again.id == job.id
+    with pytest.raises(IdempotencyConflict):
+        await client.submit("m", [1, 2], max_tokens=5, idempotency_key="k")
+    with pytest.raises(IdempotencyConflict):
+        await client.submit("m", [1, 2, 3], max_tokens=5, max_runtime=9, idempotency_key="k")
+    await job.cancel()
+    assert (await job.resume()).epoch == 2
+
+
+async def test_limits_are_shown_set_and_cleared(client: BaseClient) -> None:
+    await client.set_limits({"max_queued": 7, "max_stream_memory": 2**40})
+    await client.set_limits({"max_tokens": 5, "max_prompt": 6}, model="m")
+    assert await client.limits() == {
+        "*": {"max_queued": 7, "max_stream_memory": 2**40},
+        "m": {"max_prompt": 6, "max_tokens": 5},
+    }
+    await client.clear_limits("max_tokens", model="m")
+    assert (await client.limits())["m"] == {"max_prompt": 6}
+    await client.clear_limits()
+    await client.clear_limits(model="m")
+    assert await client.limits() == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "model", "field"),
+    [
+        ({"max_queue": 1}, None, "max_queue"),
+        ({"max_queued": -1}, None, "max_queued"),
+        ({"max_queued": 1.5}, None, "max_queued"),
+        ({"max_queued": True}, None, "max_queued"),
+        ({"max_stream_memory": 1}, "m", "max_stream_memory"),
+        ({"max_queued": 1}, "a model", "model"),
+        ({"max_queued": 1}, "*", "model"),
+    ],
+)
+async def test_a_limit_that_there_is_not_or_cannot_be_is_refused(
+    client: BaseClient, values: dict[str, int], model: str | None, field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await client.set_limits(values, model=model)
+    assert caught.value.field == field
+    assert await client.limits() == {}
+
+
+@pytest.mark.parametrize("name", ["queue_ttl", "max_runtime"])
+async def test_time_limits_come_back_in_the_record(client: BaseClient, name: str) -> None:
+    options: Any = {name: 12.5}
+    job = await queue(client, **options)
+    assert getattr(await job.status(), name) == 12.5
+    for bad in (0, -1, float("nan"), "5"):
+        with pytest.raises(InvalidRequest) as caught:
+            await queue(client, **{name: bad})
+        assert caught.value.field == name
+
+
+# -- what workers announce ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "over"),
+    [
+        ("max_tokens", {"max_tokens": 11}),
+        ("max_prompt", {"prompt": [1] * 11, "max_tokens": 1}),
+        ("max_context", {"prompt": [1] * 5, "max_tokens": 6}),
+    ],
+)
+async def test_what_no_worker_takes_is_refused(
+    raw: Any, keys: Keys, redis_url: str, namespace: str, name: str, over: dict[str, Any]
+) -> None:
+    info = ModelInfo("m", 1000, 500, "f", 0.0, **{name: 10})
+    fake = FakeClient([info])
+    raw.hset(keys.models(), "m", pack_announcement(info))
+    async with Client(redis_url, namespace=namespace) as real:
+        for client in (fake, real):
+            error = await refused(client, **over)
+            assert (error.limit, error.value, error.maximum) == (name, 11, 10)
+            assert not error.retryable
+            await queue(client, [1], max_tokens=9)
+
+
+async def test_a_repeated_key_gets_its_job_though_no_worker_would_take_it_now(
+    raw: Any, keys: Keys, redis_url: str, namespace: str, worker: RawWorker
+) -> None:
+    async with Client(redis_url, namespace=namespace) as client:
+        job = await client.submit("m", "hi", max_tokens=20, idempotency_key="k")
+        raw.hset(keys.models(), "m", pack_announcement(ModelInfo("m", 10, 5, "f", 0.0)))
+        assert (await client.submit("m", "hi", max_tokens=20, idempotency_key="k")).id == job.id
+        raw.delete(keys.models())
+        assert (await client.submit("m", "hi", max_tokens=20, idempotency_key="k")).id == job.id
+
+
+async def test_a_model_tells_who_serves_it_and_what_waits(client: BaseClient) -> None:
+    await queue(client)
+    await queue(client)
+    (model,) = await client.models()
+    assert (model.name, model.workers, model.queued) == ("m", 1, 2)
+
+
+async def test_a_model_in_use_is_not_forgotten(client: BaseClient) -> None:
+    with pytest.raises(InvalidRequest, match="serves m"):
+        await client.forget_model("m")
+    with pytest.raises(UnknownModel, match="did you mean m"):
+        await client.forget_model("mm")
+
+
+async def test_a_model_is_forgotten_when_nobody_serves_it_and_nothing_waits(
+    redis_url: str, namespace: str, worker: RawWorker, raw: Any, keys: Keys
+) -> None:
+    async with Client(redis_url, namespace=namespace) as client:
+        waiting = await client.submit("m", "hi")
+        ran = await client.submit("m", "hi")
+        attempt = worker.claim()
+        raw.hset(keys.workers(), worker.name, pack_announcement(_silent(worker)))
+        with pytest.raises(InvalidRequest, match="2 jobs of m are queued or running"):
+            await client.forget_model("m")
+        await ran.delete()
+        with pytest.raises(InvalidRequest, match="1 job of m"):
+            await client.forget_model("m")
+        assert attempt.job_id == waiting.id
+        attempt.finish()
+        await client.forget_model("m")
+        assert await client.models() == ()
+        with pytest.raises(UnknownModel):
+            await client.submit("m", "hi")
+        assert not [key for key in raw.scan_iter(f"{namespace}*") if b":m" in key[-3:]]
+
+
+def _silent(worker: RawWorker) -> WorkerInfo:
+    return WorkerInfo(worker.name, ("m",), 1, 0, started_at=1.0, seen_at=2.0)
+
+
+# -- the commands ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tenuto(
+    redis_url: str,
+    namespace: str,
+    worker: RawWorker,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Any:
+    """Runs a command; its exit code, what it printed, and what it complained of."""
+    monkeypatch.setenv("TENUTO_REDIS_URL", redis_url)
+    monkeypatch.setenv("TENUTO_NAMESPACE", namespace)
+    monkeypatch.setenv("TENUTO_DATA_DIR", str(tmp_path / "data"))
+
+    def call(*argv: str) -> tuple[int, str, str]:
+        code = main(argv)
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return call
+
+
+def test_limits_are_set_shown_and_cleared_by_command(tenuto: Any) -> None:
+    assert tenuto("limits", "set", "max_queued=100", "max_stream_memory=1.5GiB")[0] == 0
+    code, table, _ = tenuto("limits", "set", "--model", "m", "max_tokens=9")
+    assert code == 0
+    assert [line.split() for line in table.splitlines()[1:]] == [
+        ["all", "max_queued", "100"],
+        ["all", "max_stream_memory", "1.5", "GiB"],
+        ["m", "max_tokens", "9"],
+    ]
+    shown = [json.loads(line) for line in tenuto("limits", "--json")[1].splitlines()]
+    assert {"model": "*", "limit": "max_stream_memory", "value": 3 * 2**29} in shown
+    assert tenuto("limits", "clear", "max_queued")[0] == 0
+    assert tenuto("limits", "clear", "--model", "m")[0] == 0
+    shown = [json.loads(line) for line in tenuto("limits", "--json")[1].splitlines()]
+    assert [line["limit"] for line in shown] == ["max_stream_memory"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (("set",), "NAME=VALUE: is missing"),
+        (("set", "max_queued"), "max_queued: needs a value"),
+        (("set", "max_queued=many"), "max_queued: cannot be 'many'"),
+        (("set", "max_stream_memory=1PB"), "max_stream_memory: cannot be '1PB'"),
+        (("set", "max_queue=1"), "max_queue: no such limit"),
+        (("clear", "max_queue"), "max_queue: no such limit"),
+        (("show", "max_queued"), "max_queued: show takes no names"),
+    ],
+)
+def test_a_limit_typed_wrongly_is_named(tenuto: Any, argv: tuple[str, ...], says: str) -> None:
+    code, _, complaint = tenuto("limits", *argv)
+    assert code == 2
+    assert says in complaint
+
+
+def test_a_refused_submit_exits_by_whether_waiting_helps(tenuto: Any) -> None:
+    tenuto("limits", "set", "max_tokens=10", "max_queued=1")
+    code, _, complaint = tenuto("submit", "m", "hi", "--max-tokens", "11")
+    assert (code, "max_tokens: 11" in complaint) == (2, True)
+    assert tenuto("submit", "m", "hi", "--max-tokens", "5")[0] == 0
+    code, _, complaint = tenuto("submit", "m", "hi", "--max-tokens", "5")
+    assert (code, "max_queued: 1 job waiting" in complaint) == (1, True)
+
+
+def test_submit_says_when_nobody_serves_the_model_and_takes_the_job(
+    tenuto: Any, raw: Any, keys: Keys, worker: RawWorker
+) -> None:
+    assert tenuto("submit", "m", "hi")[2] == ""
+    raw.hset(keys.workers(), worker.name, pack_announcement(_silent(worker)))
+    code, job_id, complaint = tenuto("submit", "m", "hi", "--queue-ttl", "60", "--max-runtime", "9")
+    assert (code, "no worker serves m now" in complaint) == (0, True)
+    record = json.loads(tenuto("status", job_id.strip(), "--json")[1])
+    assert (record["queue_ttl"], record["max_runtime"]) == (60.0, 9.0)
+
+
+def test_models_are_listed_and_forgotten_by_command(
+    tenuto: Any, raw: Any, keys: Keys, worker: RawWorker
+) -> None:
+    tenuto("submit", "m", "hi")
+    (line,) = [json.loads(line) for line in tenuto("models", "--json")[1].splitlines()]
+    assert (line["name"], line["workers"], line["queued"]) == ("m", 1, 1)
+    assert "max_prompt" not in line
+    info = ModelInfo("m", 4096, 5, "f", 0.0, max_prompt=77)
+    raw.hset(keys.models(), "m", pack_announcement(info))
+    row = tenuto("models")[1].splitlines()[1].split()
+    assert row[:4] == ["m", "4096", "1", "1"]
+    assert row[-2:] == ["max_prompt", "77"]
+    assert tenuto("models", "forget", "m")[0] == 2
+    assert tenuto("models", "forget")[0] == 2
+    worker.claim().finish()
+    raw.delete(keys.workers())
+    assert tenuto("models", "forget", "m")[0] == 0
+    assert tenuto("models", "--json")[1] == ""
