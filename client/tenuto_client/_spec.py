@@ -22,6 +22,7 @@ import msgpack
 
 from . import _checks as check
 from ._errors import InvalidRequest, ProtocolError
+from ._trace import check_traceparent, current_traceparent
 from .keys import DEFAULT_TENANT, MODEL_NAME, MODEL_NAME_HINT
 
 SPEC_VERSION: Final = 1
@@ -72,6 +73,7 @@ class SubmitOptions(TypedDict, total=False):
     deadline: float | timedelta | None
     queue_ttl: float | timedelta | None
     max_runtime: float | timedelta | None
+    traceparent: str | None
     tenant: str
     idempotency_key: str | None
     metadata: Mapping[str, Any]
@@ -109,6 +111,9 @@ class JobSpec:
         queue_ttl: seconds after which the job fails if no worker has started it; a timedelta will
             do. Once started, it may wait as long as it must.
         max_runtime: seconds that it may run in all, over all attempts.
+        traceparent: the trace that it belongs to, as W3C writes it; by default the OpenTelemetry
+            span that `submit` is called in. No part of the packed form, nor of what a repeated
+            idempotency key has to have in common.
         tenant: whose job it is; tenants of one priority take turns.
         idempotency_key: a second submit with the same key and body gets the same job.
         metadata: a JSON object that comes back in the record.
@@ -146,6 +151,7 @@ class JobSpec:
     recovery: Literal["exact", "fast"] = "exact"
     queue_ttl: float | None = None
     max_runtime: float | None = None
+    traceparent: str | None = None
 
     @property
     def least_prompt_tokens(self) -> int:
@@ -182,6 +188,7 @@ def make_request(model: object, prompt: object, options: Mapping[str, Any]) -> R
     spec = JobSpec(_model(model), _prompt(prompt), **values)
     if spec.raw and not isinstance(spec.prompt, str) and not spec.has_token_ids:
         raise InvalidRequest("raw", "needs a text prompt; chat messages need the chat template")
+    spec = replace(spec, traceparent=spec.traceparent or current_traceparent())
     body = replace(spec, idempotency_key=None, deadline=None)
     digest = hashlib.sha256(pack_spec(body))
     digest.update(repr(sent_deadline).encode())
@@ -197,7 +204,8 @@ def pack_spec(spec: JobSpec) -> bytes:
             value = sorted(value.items())
         elif each.name == "metadata":
             value = check.metadata("metadata", value)
-        if value is not None:
+        # A retry comes from another span, and is the same request all the same.
+        if value is not None and each.name != "traceparent":
             body[each.name] = value
     packed: bytes = msgpack.packb(body)
     return packed
@@ -258,6 +266,7 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "deadline": lambda name, value: _deadline(name, value),
     "queue_ttl": lambda name, value: _duration(name, value),
     "max_runtime": lambda name, value: _duration(name, value),
+    "traceparent": check_traceparent,
     "tenant": lambda name, value: _tenant(name, value),
     "idempotency_key": lambda name, value: check.text(name, value, 255),
     "metadata": lambda name, value: json.loads(check.metadata(name, value)),

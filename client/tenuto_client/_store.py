@@ -321,7 +321,7 @@ class JobStore:
 
 def _options(spec: JobSpec) -> Iterator[str | float]:
     """Fields and values of the job's hash that not every job has."""
-    for name in ("queue_ttl", "max_runtime"):
+    for name in ("queue_ttl", "max_runtime", "traceparent"):
         if (value := getattr(spec, name)) is not None:
             yield from (name, value)
     if spec.logprobs:

@@ -11,7 +11,15 @@ _ALWAYS: Final = (
     *("v", "id", "model", "tenant", "priority", "spec", "retention", "created_at"),
     *("max_tokens", "metadata", "started_at", "attempts", "seq"),
 )
-_OPTIONAL: Final = ("deadline", "body", "queue_ttl", "max_runtime", "ran", "logprobs")
+_OPTIONAL: Final = (
+    "deadline",
+    "body",
+    "queue_ttl",
+    "max_runtime",
+    "ran",
+    "logprobs",
+    "traceparent",
+)
 RECORDED: Final = (*_ALWAYS, *_OPTIONAL)
 """Fields of a job's hash that no attempt changes, or that count attempts. Those of `_OPTIONAL` are
 not there in every job."""

@@ -49,6 +49,7 @@ _PLAIN: Final[tuple[tuple[str, type, str, str], ...]] = (
     ("priority", int, "P", "-100 to 100, higher goes first (0)"),
     ("idempotency_key", str, "K", "submitting again with the same key gives the same job"),
     ("tenant", str, "T", "whose job it is; tenants take turns (default)"),
+    ("traceparent", str, "W3C", "the trace that it belongs to: its id is in the workers' logs"),
 )
 
 
