@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -60,7 +61,7 @@ async def refused(client: BaseClient, prompt: Any = "hi", **options: Any) -> Lim
     return caught.value
 
 
-CASES: Mapping[str, tuple[int, dict[str, Any], int, bool]] = {
+CASES: dict[str, tuple[int, dict[str, Any], int, bool]] = {
     # limit: value, what is over it, the value that is told, whether waiting helps
     "max_tokens": (9, {"max_tokens": 10}, 10, False),
     "max_prompt": (2, {"prompt": [1, 2, 3]}, 3, False),
@@ -209,7 +210,7 @@ async def test_time_limits_come_back_in_the_record(client: BaseClient, name: str
 async def test_what_no_worker_takes_is_refused(
     raw: Any, keys: Keys, redis_url: str, namespace: str, name: str, over: dict[str, Any]
 ) -> None:
-    info = ModelInfo("m", 1000, 500, "f", 0.0, **{name: 10})
+    info = replace(ModelInfo("m", 1000, 500, "f", 0.0), **cast(Any, {name: 10}))
     fake = FakeClient([info])
     raw.hset(keys.models(), "m", pack_announcement(info))
     async with Client(redis_url, namespace=namespace) as real:

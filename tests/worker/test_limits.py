@@ -51,7 +51,8 @@ def check(jobs: JobQueue, ids: list[str]) -> None:
     )
     assert counts(jobs) == ({"*": tenants.total(), **tenants} if tenants else {})
     lanes: Any = jobs.client.zrange(jobs.keys.queue(MODEL), 0, -1)
-    in_lanes = [jobs.client.zcard(jobs.keys.lane(MODEL, lane.decode())) for lane in lanes]
+    client: Any = jobs.client
+    in_lanes = [client.zcard(jobs.keys.lane(MODEL, lane.decode())) for lane in lanes]
     assert sum(in_lanes) == tenants.total()
     assert used(jobs) == sum(int(fields.get("held", 0)) for fields in found.values())
     assert all(int(fields["held"]) > 0 for fields in found.values() if fields)
@@ -92,7 +93,7 @@ def moves(jobs: JobQueue, fences: list[Fence], ids: list[str]) -> list[Callable[
 
     def new() -> None:
         far = str(time.time() + 1e6)
-        options = draw([{}, {"deadline": far}, {"tenant": "b"}, {"priority": 5}])
+        options: dict[str, Any] = draw([{}, {"deadline": far}, {"tenant": "b"}, {"priority": 5}])
         ids.append(jobs.submit(max_tokens=random.randrange(1, 50), **options))
 
     return [
@@ -135,7 +136,7 @@ def test_wrong_counts_are_put_right_with_the_tickets(jobs: JobQueue) -> None:
     for tenant in ("a", "a", "b"):
         jobs.submit(tenant=tenant)
     jobs.client.delete(jobs.keys.queued(MODEL))
-    jobs.client.hset(jobs.keys.queued(MODEL), "gone", 7)
+    jobs.client.hset(jobs.keys.queued(MODEL), "gone", "7")
     jobs.scripts.mend_tickets(MODEL)
     assert counts(jobs) == {"*": 3, "a": 2, "b": 1}
 
@@ -193,7 +194,7 @@ def test_a_job_that_waited_too_long_fails_and_says_so(jobs: JobQueue, who: str) 
 def test_the_sweep_ends_jobs_of_models_that_nobody_serves(jobs: JobQueue) -> None:
     other = JobQueue.__new__(JobQueue)
     other.__dict__.update(jobs.__dict__, model="nobody-serves-it")
-    jobs.client.hset(jobs.keys.models(), "nobody-serves-it", b"")
+    jobs.client.hset(jobs.keys.models(), "nobody-serves-it", "")
     late = [other.submit(deadline=str(time.time() + 100)) for _ in range(3)]
     kept = other.submit(deadline=str(time.time() + 100))
     for job in late:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from tenuto_client import (
     pack_announcement,
     unpack_worker,
 )
+from tenuto_client._announce import ALIVE_S, MODEL_LIMITS
 
 from ._identity import Identity
 from ._logging import get_log
@@ -61,7 +63,12 @@ class Namespace:
 
 
 class Announcer:
-    """Writes the hashes `models` and `workers`."""
+    """Writes the hashes `models` and `workers`.
+
+    Args:
+        own_limits: `max_prompt`, `max_tokens` and `max_context` of a model on this worker, where
+            there are.
+    """
 
     def __init__(
         self,
@@ -72,6 +79,8 @@ class Announcer:
         runs: Runs,
         namespace: Namespace,
         budget: DiskBudget,
+        *,
+        own_limits: Callable[[str], Mapping[str, int]],
     ) -> None:
         self._client = client
         self._keys = keys
@@ -80,6 +89,7 @@ class Announcer:
         self._identity = identity
         self._runs = runs
         self._namespace = namespace
+        self._own_limits = own_limits
         self._models: dict[str, ModelInfo] = {}
         self._device = ""
         self._started_at = 0.0
@@ -102,21 +112,22 @@ class Announcer:
         self._namespace.refresh()
         now = self._now()
         self._started_at = self._started_at or now
+        me = self._me(now)
         with self._client.pipeline(transaction=False) as pipe:
-            for name, info in self._models.items():
-                said = ModelInfo(
-                    name=name,
-                    context_length=info.context_length,
-                    vocab_size=info.vocab_size,
-                    fingerprint=info.fingerprint,
-                    announced_at=now,
-                )
-                pipe.hset(self._keys.models(), mapping={name: pack_announcement(said)})
-            me = self._me(now)
             pipe.hset(self._keys.workers(), mapping={me.name: pack_announcement(me)})
             pipe.hgetall(self._keys.workers())
-            *_, workers = pipe.execute()
-        self._forget(workers, now)
+            _, packed = pipe.execute()
+        workers = _known(packed)
+        living = [each for each in workers if now - each.seen_at <= ALIVE_S]
+        models = {
+            name: pack_announcement(replace(info, announced_at=now, **_widest(name, living)))
+            for name, info in self._models.items()
+        }
+        if models:
+            self._client.hset(self._keys.models(), mapping=models)
+        for worker in workers:
+            if now - worker.seen_at > _FORGET_S:
+                self._client.hdel(self._keys.workers(), worker.name)
 
     def retract(self) -> None:
         """This worker is going; its models stay known."""
@@ -138,18 +149,31 @@ class Announcer:
             tokens_at_risk=sum(run.at_risk for run in self._runs.all()),
             checkpoint_bytes=self._budget.used(),
             checkpoint_budget=self._budget.limit,
+            limits={name: limits for name in self._models if (limits := self._own_limits(name))},
         )
-
-    def _forget(self, workers: Mapping[bytes, bytes], now: float) -> None:
-        for name, packed in workers.items():
-            try:
-                seen = unpack_worker(name.decode(), packed).seen_at
-            except ProtocolError:
-                continue
-            if now - seen > _FORGET_S:
-                self._client.hdel(self._keys.workers(), name.decode())
 
     def _now(self) -> float:
         reply: Any = self._client.time()
         seconds, micros = reply
         return float(seconds) + float(micros) / 1e6
+
+
+def _known(packed: Mapping[bytes, bytes]) -> list[WorkerInfo]:
+    """The workers whose words this version can read."""
+    workers = []
+    for name, value in packed.items():
+        try:
+            workers.append(unpack_worker(name.decode(), value))
+        except ProtocolError:
+            continue
+    return workers
+
+
+def _widest(model: str, living: Iterable[WorkerInfo]) -> dict[str, Any]:
+    """Of each limit the most that any worker of a model takes; only those that all have."""
+    serving = [each.limits.get(model, {}) for each in living if model in each.models]
+    return {
+        name: max(limits[name] for limits in serving)
+        for name in MODEL_LIMITS
+        if serving and all(name in limits for limits in serving)
+    }

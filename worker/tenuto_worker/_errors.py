@@ -6,6 +6,7 @@ WorkerError
 │   └── RedisUnavailable   Redis cannot be reached or refuses us (exit code 3)
 ├── BadJob                 a job asks for what cannot be done; it ends `failed` with the message
 ├── NoMemory               there is no memory for a job's row now; it waits in its queue
+    ├── LeftToOthers           the job is over a limit of this worker; it waits for another one
 ├── RedisAway              Redis cannot serve now; the same call may succeed later
 └── Interrupted            waiting for Redis was given up because the worker or the attempt ends
 """
@@ -56,6 +57,10 @@ class BadJob(WorkerError):
 
 class NoMemory(WorkerError):
     """There is no memory for a job's row now; the job waits in its queue."""
+
+
+class LeftToOthers(WorkerError):
+    """The job is over a limit of this worker, and another one may take it."""
 
 
 class RedisAway(WorkerError):

@@ -1,7 +1,8 @@
 """`Housekeeper`: what somebody has to do for all jobs, not only for those that run here.
 
-It hands on running jobs without a lease, mends tickets, removes ended jobs whose time is over, and
-has the collector remove checkpoints. Any number of workers may do it.
+It hands on running jobs without a lease, mends tickets, ends queued jobs that waited too long,
+removes ended jobs whose time is over, and has the collector remove checkpoints. Any number of
+workers may do it.
 """
 
 from __future__ import annotations
@@ -132,12 +133,14 @@ class Housekeeper:
     # -- chores ------------------------------------------------------------------------
 
     def chores(self) -> None:
-        """Announce this worker, mend tickets, expire ended jobs."""
+        """Announce this worker, mend tickets, end jobs that waited too long, expire ended ones."""
         self._announce()
         for model in self._settings.models:
             if mended := self._scripts.mend_tickets(model):
                 # Nothing went wrong: the ticket of a job that nobody may claim yet is used up.
                 self._log.debug("tickets mended", model=model, count=mended)
+        for job in self._scripts.sweep():
+            self._log.info("job waited too long", job=job)
         self._expire()
 
     def _expire(self) -> None:

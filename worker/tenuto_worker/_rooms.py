@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import redis
 
 from tenuto_client import Keys
+from tenuto_client._announce import MODEL_LIMITS
 from tenuto_engine import CheckpointStore, CheckpointWriteError, CheckpointWriter, Durable
 
 from . import _metrics as metrics
@@ -71,6 +72,11 @@ class Rooms:
             self.runs,
             self._namespace,
             self.collector.budget,
+            own_limits=lambda model: {
+                name: limit
+                for name in MODEL_LIMITS
+                if (limit := self._own_limit(name, model)) is not None
+            },
         )
         self.writer = CheckpointWriter(
             on_saved=self._checkpoint_saved,
@@ -277,7 +283,9 @@ class Rooms:
         self._announcer.describe(self.pool.facts)
 
     def _own_limit(self, limit: str, model: str) -> int | None:
-        return self.pool.max_context(model) if limit == "max_context" else None
+        if limit == "max_context":
+            return self.pool.max_context(model)
+        return self._settings.max_prompt if limit == "max_prompt" else self._settings.max_tokens
 
     def _run_gone(self, run: Run) -> None:
         self.pool.gone(run)

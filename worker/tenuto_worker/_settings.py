@@ -43,10 +43,13 @@ class WorkerSettings:
         slots: how many jobs of a model run at once.
         chunk_size: tokens of a prefill chunk; None lets the engine choose by device.
         pipelined: decode ahead of the host; None lets the engine choose by device.
+        max_prompt, max_tokens: a job with more is left to other workers; None is no limit.
         disk_budget: bytes that checkpoints may take; infinite is no limit, None is what they take
             and four fifths of what is free.
         memory_budget: bytes that models and their caches may take of the device's memory; infinite
             is no limit, None lets the engine choose by device.
+        load_retry_seconds: after how long a model that could not be loaded is tried again; twice as
+            long each time, up to five minutes.
         memory_wait_seconds: how long a job waits for memory that other models' jobs take by turns,
             before they have to let it.
         checkpoint_every_tokens, checkpoint_every_seconds: whichever comes first.
@@ -78,8 +81,11 @@ class WorkerSettings:
     slots: int = 1
     chunk_size: int | None = None
     pipelined: bool | None = None
+    max_prompt: int | None = None
+    max_tokens: int | None = None
     disk_budget: float | None = None
     memory_budget: float | None = None
+    load_retry_seconds: float = 10.0
     memory_wait_seconds: float = 30.0
     checkpoint_every_tokens: int = 256
     checkpoint_every_seconds: float = 2.0
@@ -115,8 +121,10 @@ class WorkerSettings:
             raise ConfigError("--disk-budget", f"must be above 0, is {self.disk_budget:g}")
         if self.memory_budget is not None and not self.memory_budget > 0:
             raise ConfigError("--memory-budget", f"must be above 0, is {self.memory_budget:g}")
-        if self.chunk_size is not None:
-            _at_least("--chunk-size", self.chunk_size, 1)
+        for flag in ("--chunk-size", "--max-prompt", "--max-tokens"):
+            value = getattr(self, flag.removeprefix("--").replace("-", "_"))
+            if value is not None:
+                _at_least(flag, value, 1)
         if self.metrics_port is not None and not 0 <= self.metrics_port <= _MOST_PORTS:
             raise ConfigError(
                 "--metrics-port", f"must be 0 to {_MOST_PORTS}, is {self.metrics_port}"

@@ -88,6 +88,10 @@ _KNOBS: Final = (
         "recommends; nine tenths of a CUDA device's memory; seven tenths of the machine's without "
         "a GPU); models are loaded and unloaded by need",
     ),
+    _Knob(
+        "--max-prompt", "max_prompt", int, "N", "leave jobs with a longer prompt to others (none)"
+    ),
+    _Knob("--max-tokens", "max_tokens", int, "N", "leave jobs that want more to others (none)"),
     _Knob("--chunk-size", "chunk_size", int, "N", "prefill chunk (512 on a GPU, 32 on a CPU)"),
     _Knob(
         "--lease-seconds",
