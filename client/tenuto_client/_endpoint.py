@@ -10,10 +10,12 @@ User and password are the server's; those of the sentinels are the options `sent
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, Final, Self
 from urllib.parse import urlsplit
 
@@ -32,6 +34,9 @@ _SENTINEL: Final = re.compile(r"rediss?\+sentinel")
 _HOST: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
 _SERVICE: Final = re.compile(r"[A-Za-z0-9._-]+")
 _SENTINEL_PORT: Final = 26379
+_DEMOTION: Final = re.compile("^NOREPLICAS|-READONLY|-NOREPLICAS")
+_LOOKUP_S: Final = 1.0
+_LOOKUP_SHARE: Final = 20
 # A sentinel that does not answer must not keep the others from being asked.
 _SENTINEL_TIMEOUT_S: Final = 2.0
 
@@ -40,8 +45,9 @@ _SENTINEL_TIMEOUT_S: Final = 2.0
 class Endpoint:
     """One Redis or Valkey server, or the master of a group that sentinels watch.
 
-    A connection whose server became a replica is closed, so that the next one finds the master:
-    through the sentinels, or through a name that points to it by now.
+    A connection is closed whose server became a replica, or lost its replicas and refuses writes
+    for it, so that the next one finds the master: through the sentinels, or through a name that
+    points to it by now. Sentinels are also asked once a second while nothing seems broken.
 
     Attributes:
         address: for messages: the URL without user, password and options.
@@ -127,9 +133,12 @@ def address_of(url: str) -> str:
     return f"{scheme}://{authority.rpartition('@')[2]}{slash}{path}"
 
 
-def is_read_only(error: BaseException) -> bool:
-    """Whether the server is a replica; one before version 7 says so inside a script's error."""
-    return isinstance(error, redis.exceptions.ReadOnlyError) or "-READONLY" in str(error)
+def is_demotion(error: redis.ResponseError) -> bool:
+    """Whether the server is no master now, or one whose replicas are gone, perhaps to another.
+
+    A server before version 7 says so inside a script's error.
+    """
+    return isinstance(error, redis.exceptions.ReadOnlyError) or bool(_DEMOTION.search(str(error)))
 
 
 def _splits_a_password(url: str) -> bool:
@@ -216,46 +225,94 @@ def _sentinel_options(server: dict[str, Any]) -> dict[str, Any]:
     return own | {name: value for name, value in server.items() if name.startswith("ssl")}
 
 
-def _prepare(pool: Any, closing: Any) -> None:
+def _prepare(pool: Any, kind: Callable[[Any, _Lookups], Any]) -> None:
     # An option of the URL wins over an argument, and what we read is bytes.
     pool.connection_kwargs["decode_responses"] = False
-    pool.connection_class = closing(pool.connection_class)
+    pool.connection_class = kind(pool.connection_class, _Lookups(pool))
 
 
-@lru_cache
-def _blocking(kind: Any) -> Any:
-    """A kind of connection that is closed when its server turns out to be a replica."""
+class _Lookups:
+    """When a pool asks the sentinels anew where the master is, though nothing is broken.
 
-    class ClosingConnection(kind):  # type: ignore[misc]
+    At a failover that an operator asks for, the old master goes on taking writes, all of which
+    will be lost, until the sentinels make it a replica some ten seconds later.
+    """
+
+    def __init__(self, pool: Any) -> None:
+        self._next = 0.0 if hasattr(pool, "get_master_address") else math.inf
+
+    @property
+    def is_due(self) -> bool:
+        return time.monotonic() >= self._next
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """One lookup at a time. Where it fails, what is connected is still the best guess."""
+        began, self._next = time.monotonic(), math.inf
+        try:
+            with suppress(redis.RedisError, OSError):
+                yield
+        finally:
+            ended = time.monotonic()
+            # Sentinels that do not answer must not slow down a master that does.
+            self._next = ended + max(_LOOKUP_S, _LOOKUP_SHARE * (ended - began))
+
+
+def _blocking(kind: Any, lookups: _Lookups) -> Any:
+    """A kind of connection that does not stay with a server that is no master any more."""
+
+    class LoyalConnection(kind):  # type: ignore[misc]
+        def connect(self, *args: Any, **kwargs: Any) -> Any:
+            # The pool calls it before each use.
+            if lookups.is_due:
+                with lookups.turn():
+                    self.connection_pool.get_master_address()
+            if _is_left_behind(self):
+                self.disconnect()
+            return super().connect(*args, **kwargs)
+
         def read_response(self, *args: Any, **kwargs: Any) -> Any:
             try:
                 return super().read_response(*args, **kwargs)
             except redis.ResponseError as error:
-                if not is_read_only(error):
+                if not is_demotion(error):
                     raise
                 self.disconnect()
                 raise _demoted(error) from error
 
-    return ClosingConnection
+    return LoyalConnection
 
 
-@lru_cache
-def _asynchronous(kind: Any) -> Any:
+def _asynchronous(kind: Any, lookups: _Lookups) -> Any:
     """The same for asyncio."""
 
-    class ClosingConnection(kind):  # type: ignore[misc]
+    class LoyalConnection(kind):  # type: ignore[misc]
+        async def connect(self, *args: Any, **kwargs: Any) -> Any:
+            if lookups.is_due:
+                with lookups.turn():
+                    await self.connection_pool.get_master_address()
+            if _is_left_behind(self):
+                await self.disconnect()
+            return await super().connect(*args, **kwargs)
+
         async def read_response(self, *args: Any, **kwargs: Any) -> Any:
             try:
                 return await super().read_response(*args, **kwargs)
             except redis.ResponseError as error:
-                if not is_read_only(error):
+                if not is_demotion(error):
                     raise
                 await self.disconnect()
                 raise _demoted(error) from error
 
-    return ClosingConnection
+    return LoyalConnection
+
+
+def _is_left_behind(connection: Any) -> bool:
+    """Whether the sentinels have named another master since it was connected."""
+    named = getattr(getattr(connection, "connection_pool", None), "master_address", None)
+    return named is not None and named != (connection.host, connection.port)
 
 
 def _demoted(error: redis.ResponseError) -> redis.ConnectionError:
     # What redis-py makes of it where there are sentinels, and what everybody takes for an outage.
-    return redis.ConnectionError(f"it is a replica, which takes no writes: {error}")
+    return redis.ConnectionError(f"it takes no writes, being no master now: {error}")

@@ -22,8 +22,8 @@ _SOCKET_TIMEOUT_S: Final = 15.0
 _CONNECT_TIMEOUT_S: Final = 5.0
 # OSError: what asyncio raises below redis-py.
 _TRANSIENT: Final = (redis.ConnectionError, redis.TimeoutError, OSError)
-# What a server says that lost its replicas, or stopped being the master while we waited.
-_TRANSIENT_WORDS: Final = ("NOREPLICAS", "UNBLOCKED", "MASTERDOWN", "TRYAGAIN")
+# What a server says that stopped being the master while we waited, or lost it.
+_TRANSIENT_WORDS: Final = ("UNBLOCKED", "MASTERDOWN", "TRYAGAIN")
 
 
 class Backoff:
