@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from ._health import Health, Stage
+from ._hosted import ModelState
 from ._redis import Outage
 from ._run import Phase, Run
 from ._scripts import Depth
@@ -51,6 +52,7 @@ class Gauges(Collector):
             yield from self._jobs(self.rooms)
             yield from self._tokens(self.rooms.decoder.tallies)
             yield from self._checkpoints(self.rooms)
+            yield _models(self.rooms.pool.states())
             yield from _queue(self.rooms.depths.latest())
             # Before, MLX is not there yet, and the decode thread has to be the first to import it.
             if self._health.stage in (Stage.SERVING, Stage.DRAINING):
@@ -169,6 +171,16 @@ _TIMED: tuple[tuple[str, str, Callable[[Tally], Distribution]], ...] = (
         lambda tally: tally.inter_token,
     ),
 )
+
+
+def _models(states: Mapping[str, ModelState]) -> Metric:
+    family = GaugeMetricFamily(
+        "tenuto_model_state", "1 for the state that a model is in", labels=["model", "state"]
+    )
+    for model, state in states.items():
+        for each in ModelState:
+            family.add_metric([model, each.value], each is state)
+    return family
 
 
 def _queue(depths: dict[str, Depth]) -> Iterator[Metric]:

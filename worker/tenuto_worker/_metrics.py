@@ -128,7 +128,7 @@ def begin_at_zero(models: Iterable[str]) -> None:
             (ended, ENDS),
             (released, RELEASES),
             (recoveries, RECOVERIES),
-            (model_loads, ("ok", "error")),
+            (model_loads, ("loaded", "failed")),
         ):
             for value in values:
                 metric.labels(model, value)
