@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping
-from typing import Any, Final
+from collections.abc import AsyncGenerator
 
 from ._backend import Event
 from ._errors import JobGone, ProtocolError, ServerUnavailable
 from ._records import QUIET_PHASES, EndEvent, JobState, ProgressEvent, StateEvent, Token
 from ._redis import Backoff, Connection
-from ._wire import is_token_id, unpack_entry
+from ._tails import COUNT, ReadEntry, Tails, as_entry
+from ._wire import is_token_id
 from .keys import Keys
-
-_BLOCK_MS: Final = 1000
-_COUNT: Final = 500
-
-RawEntry = tuple[bytes, Mapping[bytes, bytes]]
 
 
 class StreamReader:
@@ -27,6 +22,7 @@ class StreamReader:
     were shown already are known by their bytes.
 
     Args:
+        tails: of the connection; readers of the same job that share it share its reading.
         after: index of the last token that the caller has.
         reconnect_timeout: how many seconds to wait for a server that was lost; None is forever.
     """
@@ -34,12 +30,14 @@ class StreamReader:
     def __init__(
         self,
         connection: Connection,
+        tails: Tails,
         keys: Keys,
         job_id: str,
         after: int,
         reconnect_timeout: float | None,
     ) -> None:
         self._redis = connection
+        self._tails = tails
         self._keys = keys
         self._job_id = job_id
         self._seen = after
@@ -76,33 +74,26 @@ class StreamReader:
         self._wait = False
 
     async def _next(self) -> list[Event]:
-        entries = await self._read(wait=self._wait)
+        read = self._tails.wait if self._wait else self._tails.read
+        entries = await read(self._keys.stream(self._job_id), self._cursor)
         self._wait = True
         return self._digest(entries) if entries else await self._look()
 
-    async def _read(self, *, wait: bool) -> list[RawEntry]:
-        block = ("BLOCK", _BLOCK_MS) if wait else ()
-        reply = await self._redis.once(
-            "XREAD", "COUNT", _COUNT, *block, "STREAMS", self._keys.stream(self._job_id),
-            self._cursor,
-        )  # fmt: skip
-        return _entries(reply)
-
-    def _digest(self, entries: list[RawEntry]) -> list[Event]:
-        full = len(entries) == _COUNT
+    def _digest(self, entries: list[ReadEntry]) -> list[Event]:
+        full = len(entries) == COUNT
         events: list[Event] = []
-        for place, (entry_id, fields) in enumerate(entries):
+        for place, entry in enumerate(entries):
             is_last = place + 1 == len(entries)
-            entry = unpack_entry(entry_id.decode(), fields)
-            if isinstance(entry, EndEvent) and is_last and full:
+            content = entry.content
+            if isinstance(content, EndEvent) and is_last and full:
                 # Whether something follows is seen only when it is read again, as the first.
                 self._wait = False
                 break
-            self._cursor = entry_id
-            if isinstance(entry, list):
-                events += self._new_tokens(entry)
-            elif self._is_new(entry_id, fields):
-                events.append(entry if is_last else _history(entry))
+            self._cursor = entry.id
+            if isinstance(content, list):
+                events += self._new_tokens(content)
+            elif self._is_new(entry):
+                events.append(content if is_last else _history(content))
         return events
 
     def _new_tokens(self, tokens: list[Token]) -> list[Token]:
@@ -117,8 +108,8 @@ class StreamReader:
             self._shown.clear()
         return new
 
-    def _is_new(self, entry_id: bytes, fields: Mapping[bytes, bytes]) -> bool:
-        mark = (entry_id, b"".join(fields.values()))
+    def _is_new(self, entry: ReadEntry) -> bool:
+        mark = (entry.id, entry.payload)
         if mark in self._shown:
             return False
         self._shown.add(mark)
@@ -146,11 +137,10 @@ class StreamReader:
 
         That is so when the caller asks for more than there is, or when the server lost its tail.
         """
-        if entries := await self._read(wait=False):
+        stream = self._keys.stream(self._job_id)
+        if entries := await self._tails.read(stream, self._cursor):
             return self._digest(entries)
-        last = await self._redis.once(
-            "XREVRANGE", self._keys.stream(self._job_id), "+", "-", "COUNT", 1
-        )
+        last = await self._redis.once("XREVRANGE", stream, "+", "-", "COUNT", 1)
         if not last:
             if not await self._redis.once("EXISTS", self._keys.job(self._job_id)):
                 raise JobGone(self._job_id)
@@ -158,9 +148,8 @@ class StreamReader:
                 f"job {self._job_id}: it has ended, but its stream is missing",
                 hint="is maxmemory-policy noeviction? tenuto doctor looks",
             )
-        entry_id, fields = _as_entry(last[0])
-        entry = unpack_entry(entry_id.decode(), fields)
-        return [entry] if isinstance(entry, EndEvent) else []
+        content = as_entry(last[0]).content
+        return [content] if isinstance(content, EndEvent) else []
 
 
 class _Cancels:
@@ -186,24 +175,3 @@ def _history(event: StateEvent | EndEvent) -> StateEvent:
     if isinstance(event, StateEvent):
         return event
     return StateEvent(state=event.state, epoch=event.epoch, index=event.index, reason=event.error)
-
-
-def _entries(reply: Any) -> list[RawEntry]:
-    """What XREAD found in the one stream it was asked about; redis-py has two shapes for it."""
-    if not reply:
-        return []
-    if isinstance(reply, dict):
-        (found,) = reply.values()
-        # RESP3 in some versions of redis-py: the entries are in a list of their own.
-        if found and found[0] and isinstance(found[0][0], list | tuple):
-            found = found[0]
-    else:
-        found = reply[0][1]
-    return [_as_entry(entry) for entry in found]
-
-
-def _as_entry(entry: Any) -> RawEntry:
-    entry_id, fields = entry
-    if not isinstance(fields, dict):
-        fields = dict(zip(fields[::2], fields[1::2], strict=True))
-    return entry_id, fields

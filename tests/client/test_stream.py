@@ -34,6 +34,7 @@ from tenuto_client import (
 )
 from tenuto_client._reader import StreamReader
 from tenuto_client._redis import Connection
+from tenuto_client._tails import Tails
 
 
 async def take(job: Job, after: int, count: int) -> list[Token]:
@@ -470,7 +471,7 @@ async def test_a_phase_before_the_first_token_is_not_told_after_it(
     job, attempt = running
     connection = Connection(redis_url, tmp_path, retry_for=0)
     try:
-        reader = StreamReader(connection, keys, job.id, 0, None)
+        reader = StreamReader(connection, Tails(connection), keys, job.id, 0, None)
         await reader._next()
         attempt.renew("prefill", 1, 33)
         assert await reader._next() == [ProgressEvent("prefill", 1, 33)]
@@ -478,6 +479,7 @@ async def test_a_phase_before_the_first_token_is_not_told_after_it(
         attempt.renew("prefill", 2, 33)
         assert await reader._next() == story(1, 2)
         assert await reader._next() == []
-        assert await StreamReader(connection, keys, job.id, 2, None)._next() == []
+        again = StreamReader(connection, Tails(connection), keys, job.id, 2, None)
+        assert await again._next() == []
     finally:
         await connection.close()
