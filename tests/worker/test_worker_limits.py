@@ -1,0 +1,187 @@
+"""What one worker takes, what all announce together, and the time limits of a job that runs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from job_queue import MODEL, JobQueue
+from step_worker import StepWorker
+from tenuto_client import ModelInfo, WorkerInfo, pack_announcement, unpack_model, unpack_worker
+from tenuto_worker import WorkerSettings
+from tenuto_worker._errors import ConfigError
+from tenuto_worker._run import Stop
+
+Start = Callable[..., StepWorker]
+LONG = "Tell me a story. " * 20
+
+
+@pytest.fixture
+def start(jobs: JobQueue, redis_url: str, tiny_model: Path, tmp_path: Path) -> Iterator[Start]:
+    """Starts workers on one queue and one data dir."""
+    workers = []
+
+    def begin(name: str = "host-dir-0", **settings: Any) -> StepWorker:
+        worker = StepWorker(
+            redis_url, jobs.keys.namespace, tiny_model, tmp_path / "data", name=name, **settings
+        )
+        workers.append(worker)
+        return worker
+
+    yield begin
+    for worker in workers:
+        worker.rooms.writer.close(10)
+
+
+def model(jobs: JobQueue) -> ModelInfo:
+    """What stands in the registry."""
+    packed: Any = jobs.client.hget(jobs.keys.models(), MODEL)
+    return unpack_model(MODEL, packed)
+
+
+def said(jobs: JobQueue, name: str) -> WorkerInfo:
+    """What a worker said of itself."""
+    packed: Any = jobs.client.hget(jobs.keys.workers(), name)
+    return unpack_worker(name, packed)
+
+
+def fall_silent(jobs: JobQueue, name: str) -> None:
+    """As if the worker had last spoken a minute ago."""
+    info = said(jobs, name)
+    values = {n: getattr(info, n) for n in WorkerInfo.__dataclass_fields__}
+    silent = WorkerInfo(**values | {"seen_at": time.time() - 60})
+    jobs.client.hset(jobs.keys.workers(), mapping={name: pack_announcement(silent)})
+
+
+# -- what is announced -------------------------------------------------------------------
+
+
+def test_the_widest_limits_of_the_living_workers_are_announced(
+    jobs: JobQueue, start: Start
+) -> None:
+    narrow = start("narrow", max_prompt=50, max_tokens=10)
+    assert (model(jobs).max_prompt, model(jobs).max_tokens) == (50, 10)
+    start("wide", max_prompt=40, max_tokens=30)
+    assert (model(jobs).max_prompt, model(jobs).max_tokens) == (50, 30)
+    assert said(jobs, "narrow").limits[MODEL] == {"max_prompt": 50, "max_tokens": 10}
+    narrow.rooms.housekeeper.chores()
+    assert (model(jobs).max_prompt, model(jobs).max_tokens) == (50, 30)
+    fall_silent(jobs, "wide")
+    narrow.rooms.housekeeper.chores()
+    assert (model(jobs).max_prompt, model(jobs).max_tokens) == (50, 10)
+
+
+def test_a_worker_without_a_limit_takes_it_away_for_all(jobs: JobQueue, start: Start) -> None:
+    narrow = start("narrow", max_prompt=50, max_tokens=10)
+    start("wide", max_tokens=30)
+    narrow.rooms.housekeeper.chores()
+    assert (model(jobs).max_prompt, model(jobs).max_tokens) == (None, 30)
+
+
+def test_the_limits_of_a_worker_that_says_good_bye_are_forgotten(
+    jobs: JobQueue, start: Start
+) -> None:
+    narrow, wide = start("narrow", max_tokens=10), start("wide", max_tokens=30)
+    wide.rooms._announcer.retract()
+    narrow.rooms.housekeeper.chores()
+    assert model(jobs).max_tokens == 10
+
+
+@pytest.mark.parametrize("flag", ["max_prompt", "max_tokens"])
+def test_a_limit_below_one_is_refused_by_its_flag(tmp_path: Path, flag: str) -> None:
+    values: dict[str, Any] = {flag: 0}
+    with pytest.raises(ConfigError, match="--" + flag.replace("_", "-")):
+        WorkerSettings(models={"a": "b"}, redis_url="", data_dir=tmp_path, **values)
+
+
+# -- what is too long for this worker ------------------------------------------------------
+
+
+def test_a_prompt_that_no_worker_takes_fails_with_the_limit_named(
+    jobs: JobQueue, start: Start
+) -> None:
+    worker = start(max_prompt=20)
+    job = jobs.submit(prompt=LONG)
+    worker.claim()
+    worker.settle()
+    fields = jobs.job(job)
+    assert fields["state"] == "failed"
+    prompt_tokens = int(fields["prompt_tokens"])
+    assert prompt_tokens > 20
+    assert fields["error"].startswith(f"max_prompt: {prompt_tokens} tokens of prompt are over")
+    assert "20" in fields["error"]
+
+
+def test_a_prompt_that_another_worker_takes_is_handed_on_and_counts_nothing(
+    jobs: JobQueue, start: Start
+) -> None:
+    wide, narrow = start("wide", max_prompt=4000), start("narrow", max_prompt=20)
+    job = jobs.submit(prompt=LONG)
+    for _ in range(4):
+        narrow.claim()
+        narrow.settle()
+    fields = jobs.job(job)
+    assert (fields["state"], fields["stalls"]) == ("queued", "0")
+    assert wide.claim()
+    wide.finish()
+    assert jobs.state(job) == "completed"
+
+
+def test_a_job_that_has_begun_waits_for_a_worker_that_takes_it(
+    jobs: JobQueue, start: Start
+) -> None:
+    wide = start("wide")
+    job = jobs.submit(prompt=LONG)
+    wide.claim()
+    wide.decode(5)
+    wide.publish()
+    wide.run.ask_to_stop(Stop.DRAIN)
+    wide.settle()
+    wide.rooms._announcer.retract()
+    narrow = start("narrow", max_prompt=20)
+    narrow.claim()
+    narrow.settle()
+    assert jobs.state(job) == "queued"
+
+
+# -- time ---------------------------------------------------------------------------------
+
+
+def test_the_chores_end_what_waited_too_long(jobs: JobQueue, start: Start) -> None:
+    worker = start()
+    job = jobs.submit(hash_fields={"queue_ttl": 100})
+    worker.rooms.housekeeper.chores()
+    assert jobs.state(job) == "queued"
+    jobs.client.hset(jobs.keys.job(job), "queue_until", f"{time.time() - 1:.3f}")
+    jobs.client.zadd(jobs.keys.due(), {job: time.time() - 1})
+    worker.rooms.housekeeper.chores()
+    assert jobs.job(job)["error"].startswith("queue_ttl: ")
+
+
+def test_a_job_that_runs_too_long_fails_keeps_its_tokens_and_is_resumed_to_its_end(
+    jobs: JobQueue, start: Start
+) -> None:
+    worker = start()
+    other = jobs.submit()
+    worker.claim()
+    worker.finish()
+    job = jobs.submit(hash_fields={"max_runtime": 100})
+    worker.claim()
+    worker.decode(5)
+    worker.publish()
+    started = float(jobs.job(job)["claimed_at"])
+    jobs.client.hset(jobs.keys.job(job), "claimed_at", f"{started - 101:.3f}")
+    worker.rooms.lease.renew()
+    worker.settle()
+    fields = jobs.job(job)
+    assert (fields["state"], fields["tokens"] >= "5") == ("failed", True)
+    assert fields["error"].startswith("max_runtime: ")
+    jobs.resume(job)
+    worker.claim()
+    worker.finish()
+    assert jobs.state(job) == "completed"
+    assert jobs.tokens(job) == jobs.tokens(other)
