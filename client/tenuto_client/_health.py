@@ -14,6 +14,7 @@ from ._config import Settings
 from ._endpoint import Endpoint, address_of
 from ._errors import ServerUnavailable, TenutoError
 from ._findings import Finding, Level, count, size
+from ._limits_health import check_limits
 from ._outlook import EXACT_WAIT_S, waits_for_its_own, without_lease
 from ._redis import Connection
 from ._server import find_server
@@ -95,6 +96,7 @@ async def _look(connection: Connection, url: str, keys: Keys) -> list[Finding]:
     findings.append(await _namespace(connection, keys))
     findings += _worker_findings(workers)
     findings += await _queues(connection, keys, workers)
+    findings += await check_limits(connection, keys)
     findings += await _running(connection, keys, workers)
     return findings
 

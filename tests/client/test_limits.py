@@ -370,3 +370,39 @@ def test_models_are_listed_and_forgotten_by_command(
     raw.delete(keys.workers())
     assert tenuto("models", "forget", "m")[0] == 0
     assert tenuto("models", "--json")[1] == ""
+
+
+def doctor(tenuto: Any) -> list[dict[str, str]]:
+    """What doctor finds of limits."""
+    found = [json.loads(line) for line in tenuto("doctor", "--json")[1].splitlines()]
+    return [line for line in found if line["subject"] == "limits"]
+
+
+def test_doctor_names_a_limit_of_which_more_than_four_fifths_are_used(tenuto: Any) -> None:
+    tenuto("limits", "set", "max_queued=10", "max_queued_per_tenant=5")
+    for _ in range(4):
+        tenuto("submit", "m", "hi")
+    assert doctor(tenuto) == []
+    tenuto("submit", "m", "hi")
+    (finding,) = doctor(tenuto)
+    assert finding["level"] == "problem"
+    assert finding["says"] == (
+        "5 jobs of tenant default waiting for m, 100 % of max_queued_per_tenant (5); "
+        "submits are refused"
+    )
+    assert finding["fix"].startswith("tenuto limits set max_queued_per_tenant=")
+    tenuto("limits", "clear", "max_queued_per_tenant")
+    for _ in range(4):
+        tenuto("submit", "m", "hi")
+    (finding,) = doctor(tenuto)
+    assert (finding["level"], "90 % of max_queued (10)" in finding["says"]) == ("warning", True)
+
+
+def test_doctor_names_the_memory_that_jobs_may_come_to(tenuto: Any, raw: Any, keys: Keys) -> None:
+    tenuto("submit", "m", "hi", "--max-tokens", "1000")
+    used = int(raw.hget(keys.usage(), "bytes"))
+    tenuto("limits", "set", f"max_stream_memory={used * 10 // 7}")
+    assert doctor(tenuto) == []
+    tenuto("limits", "set", f"max_stream_memory={used * 10 // 9}")
+    (finding,) = doctor(tenuto)
+    assert (finding["level"], "max_stream_memory" in finding["says"]) == ("warning", True)
