@@ -14,7 +14,10 @@ from .keys import Keys
 EXACT_WAIT_S: Final = 30.0
 """What workers wait by default (`--exact-wait`) before they take a job that began elsewhere."""
 
-_FIELDS: Final = ("state", "model", "worker", "tokens", "queued_at", "fingerprint", "reach")
+_FIELDS: Final = (
+    *("state", "model", "worker", "tokens", "queued_at", "fingerprint", "reach"),
+    *("max_tokens", "prompt_tokens"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +93,8 @@ def _queued(
     workers = _serving(job["model"], now, known)
     if not workers:
         why = f"no worker serves {job['model']} (tenuto doctor)"
+    elif (limit := _too_long(job, model)) is not None:
+        why = f"no worker of {job['model']} that is alive takes so much ({limit}; tenuto models)"
     elif waits_for_its_own(job, now, workers, model):
         why = (
             f"it has begun, and waits up to {EXACT_WAIT_S:.0f} s (--exact-wait of the workers) "
@@ -100,6 +105,19 @@ def _queued(
     else:
         why = f"a worker of {job['model']} takes it soon"
     return Outlook("queued", why, max(now - float(job["queued_at"]), 0.0))
+
+
+def _too_long(job: Mapping[str, str], model: ModelInfo | None) -> str | None:
+    """The limit of the living workers that a job is over, with its value."""
+    if model is None:
+        return None
+    prompt, tokens = int(job.get("prompt_tokens", 0)), int(job.get("max_tokens", 0))
+    asked = {"max_prompt": prompt, "max_tokens": tokens, "max_context": prompt + tokens}
+    for name, value in asked.items():
+        most = getattr(model, name)
+        if most is not None and value > most:
+            return f"{name} {most}, it needs {value}"
+    return None
 
 
 def _lost(job: Mapping[str, str], now: int, known: Sequence[WorkerInfo]) -> Outlook:

@@ -406,3 +406,10 @@ def test_doctor_names_the_memory_that_jobs_may_come_to(tenuto: Any, raw: Any, ke
     tenuto("limits", "set", f"max_stream_memory={used * 10 // 9}")
     (finding,) = doctor(tenuto)
     assert (finding["level"], "max_stream_memory" in finding["says"]) == ("warning", True)
+
+
+def test_status_says_that_no_living_worker_takes_so_much(tenuto: Any, raw: Any, keys: Keys) -> None:
+    job = tenuto("submit", "m", "hi", "--max-tokens", "50")[1].strip()
+    info = ModelInfo("m", 4096, 5, "f", 0.0, max_tokens=40)
+    raw.hset(keys.models(), "m", pack_announcement(info))
+    assert "takes so much (max_tokens 40, it needs 50; tenuto models)" in tenuto("status", job)[1]
