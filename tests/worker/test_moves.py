@@ -295,6 +295,34 @@ def test_mending_adds_missing_tickets_and_drops_dead_ones(jobs: JobQueue) -> Non
     assert jobs.scripts.mend_tickets(jobs.model) == 0
 
 
+def test_mending_holds_redis_up_for_a_few_tickets_at_a_time_only(jobs: JobQueue) -> None:
+    for _ in range(300):
+        jobs.submit()
+    jobs.client.delete(jobs.keys.tickets(jobs.model))
+
+    added = [jobs.scripts.mend_tickets(jobs.model) for _ in range(3)]
+    assert added == [250, 50, 0]
+    assert len(jobs.tickets()) == 300
+
+
+def test_mended_tickets_go_when_their_jobs_have_gone(jobs: JobQueue) -> None:
+    gone, stays = jobs.submit(), jobs.submit()
+    for ticket in jobs.tickets():
+        jobs.client.zrem(jobs.keys.tickets(jobs.model), ticket)
+        jobs.client.delete(jobs.keys.ticket_payload(ticket))
+    assert jobs.scripts.mend_tickets(jobs.model) == 2
+    jobs.delete(gone)
+    assert not [key for key in jobs.client.scan_iter() if gone.encode() in key]
+
+    before = jobs.tickets()
+    assert jobs.scripts.mend_tickets(jobs.model) == 0
+    (left,) = jobs.tickets()
+    payloads = [jobs.client.exists(jobs.keys.ticket_payload(ticket)) for ticket in before]
+    assert sum(payloads) == 1
+    assert left in before
+    assert stays not in left
+
+
 def test_a_claim_takes_the_ticket_with_it(jobs: JobQueue) -> None:
     job = jobs.submit()
     assert jobs.tickets() == [f"{job}:1"]

@@ -403,7 +403,7 @@ class JobScripts:
         return self.run(Call("recover", arguments, _word))
 
     def mend_tickets(self, model: str) -> int:
-        """Give every queued job a ticket again; returns how many were missing."""
+        """Add tickets that are missing, up to 250; returns how many were added."""
         return self.run(Call("mend_tickets", (model,), int))
 
 

@@ -1,25 +1,44 @@
--- Every queued job has at least one ticket: drop tickets without content, add what is missing. The counts of queued jobs
--- are put right.
+-- As many tickets as queued jobs: drop those without content, add what is missing, up to 250 a call, so as not to hold
+-- Redis up. The counts of queued jobs are put right.
 -- A: model. Returns the number of tickets added.
+local MOST, MOST_FIELDS = 250, 1000
 local model = A[1]
-for _, ticket in ipairs(redis.call('ZRANGE', key_tickets(model), 0, 255)) do
-  if redis.call('EXISTS', 'arq:job:' .. ticket) == 0 then redis.call('ZREM', key_tickets(model), ticket) end
-end
+-- Of no job, so that none leaves a ticket behind.
+local MENDED = P .. 'mended:'
 local queued = 0
-local oldest
 local counts = {}
 for _, lane in ipairs(redis.call('ZRANGE', key_queue(model), 0, -1)) do
   local length = redis.call('ZCARD', key_lane(model, lane))
   local tenant = string.match(lane, ':(.*)$')
   queued = queued + length
   counts[tenant] = (counts[tenant] or 0) + length
-  oldest = oldest or redis.call('ZRANGE', key_lane(model, lane), 0, 0)[1]
 end
+
 redis.call('DEL', key_queued(model))
-if queued > 0 then redis.call('HSET', key_queued(model), '*', queued) end
-for tenant, count in pairs(counts) do redis.call('HSET', key_queued(model), tenant, count) end
-local missing = queued - redis.call('ZCARD', key_tickets(model))
-for _ = 1, missing do
-  add_ticket(model, oldest .. ':' .. get(oldest, 'epoch') .. ':' .. redis.call('INCR', key_sequence()))
+local fields = {}
+local function store(most)
+  if #fields > most then
+    redis.call('HSET', key_queued(model), unpack(fields))
+    fields = {}
+  end
 end
-return math.max(missing, 0)
+if queued > 0 then fields = { '*', queued } end
+for tenant, count in pairs(counts) do
+  fields[#fields + 1], fields[#fields + 2] = tenant, count
+  store(MOST_FIELDS)
+end
+store(0)
+
+local surplus = redis.call('ZCARD', key_tickets(model)) - queued
+local function drop(ticket)
+  redis.call('ZREM', key_tickets(model), ticket)
+  redis.call('DEL', 'arq:job:' .. ticket)
+  surplus = surplus - 1
+end
+for _, ticket in ipairs(redis.call('ZRANGE', key_tickets(model), 0, MOST)) do
+  local is_mended = string.sub(ticket, 1, #MENDED) == MENDED
+  if (surplus > 0 and is_mended) or redis.call('EXISTS', 'arq:job:' .. ticket) == 0 then drop(ticket) end
+end
+local missing = math.max(0, math.min(MOST, -surplus))
+for _ = 1, missing do add_ticket(model, MENDED .. redis.call('INCR', key_sequence())) end
+return missing
