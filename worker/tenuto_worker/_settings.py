@@ -97,7 +97,7 @@ class WorkerSettings:
     gc_seconds: float = 60.0
     exact_wait_seconds: float = 30.0
     grace_seconds: float = 30.0
-    publish_seconds: float = 0.02
+    publish_seconds: float = 0.005
     publish_tokens: int = 16
     max_unsent_tokens: int = 4096
     phase_limits: Mapping[str, float] = field(default_factory=lambda: dict(_PHASE_LIMITS))
