@@ -57,9 +57,11 @@ async def test_real_use_stays_below_what_is_accounted_before_and_after_the_end(
             before = _taken(raw) - accounted()
             await submit(client, JOBS)
             assert _taken(raw) - before < accounted()
+            reserved = accounted()
             _run_all(worker, tokens, pack)
             taken = _taken(raw) - before
             assert taken < accounted() < 2 * taken
+            assert accounted() < reserved
 
 
 def _run_all(worker: RawWorker, tokens: list[Token], pack: int) -> None:

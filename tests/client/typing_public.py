@@ -41,6 +41,10 @@ async def asynchronous() -> None:
         assert_type(await tenuto.status("x"), JobRecord)
         assert_type(await tenuto.models(), tuple[ModelInfo, ...])
         assert_type(await tenuto.workers(), tuple[WorkerInfo, ...])
+        assert_type(await tenuto.limits(), dict[str, dict[str, int]])
+        await tenuto.set_limits({"max_queued": 5}, model="m")
+        await tenuto.clear_limits("max_queued")
+        await tenuto.forget_model("m")
     async for token in job.stream(after=3, reconnect_timeout=5):
         assert_type(token, Token)
         assert_type(token.text, str)

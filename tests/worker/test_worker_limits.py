@@ -131,6 +131,25 @@ def test_a_prompt_that_another_worker_takes_is_handed_on_and_counts_nothing(
     assert jobs.state(job) == "completed"
 
 
+@pytest.mark.parametrize("field", ["tiny|max_prompt", "*|max_prompt"])
+def test_a_text_over_the_queues_limit_fails_when_it_is_counted_for_the_first_time(
+    jobs: JobQueue, start: Start, field: str
+) -> None:
+    worker = start()
+    begun, over = jobs.submit(prompt=LONG), jobs.submit(prompt=LONG)
+    worker.claim()
+    worker.decode(1)
+    worker.run.ask_to_stop(Stop.DRAIN)
+    worker.settle()
+    jobs.client.hset(jobs.keys.limits(), mapping={"*|max_prompt": 4000, field: 100})
+    while worker.claim():
+        pass
+    worker.finish()
+    assert (jobs.state(begun), jobs.state(over)) == ("completed", "failed")
+    assert jobs.job(over)["error"].startswith("max_prompt: ")
+    assert "over the 100 that tiny allows" in jobs.job(over)["error"]
+
+
 def test_a_job_that_has_begun_waits_for_a_worker_that_takes_it(
     jobs: JobQueue, start: Start
 ) -> None:

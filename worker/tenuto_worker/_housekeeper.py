@@ -139,9 +139,16 @@ class Housekeeper:
             if mended := self._scripts.mend_tickets(model):
                 # Nothing went wrong: the ticket of a job that nobody may claim yet is used up.
                 self._log.debug("tickets mended", model=model, count=mended)
-        for job in self._scripts.sweep():
-            self._log.info("job waited too long", job=job)
+        self._sweep()
         self._expire()
+
+    def _sweep(self) -> None:
+        end = time.monotonic() + _EXPIRE_S
+        while ended := self._scripts.sweep():
+            for job in ended:
+                self._log.info("job waited too long", job=job)
+            if time.monotonic() >= end:
+                break
 
     def _expire(self) -> None:
         """What is due, in pieces that do not hold Redis up, while reaping can wait."""

@@ -25,6 +25,7 @@ from tenuto_client import (
 
 from ._checkpoints import Checkpoints, engine_tokens
 from ._errors import BadJob, Interrupted, LeftToOthers, NoMemory
+from ._job_limits import JobLimits
 from ._models import Admission
 from ._other_workers import OtherWorkers
 from ._redis import Patience
@@ -98,7 +99,8 @@ class Preparer:
     Args:
         engine_of: the engine of a model; only its tokenizer and geometry are used.
         admit: reserves memory for a run's row of so many tokens, prompt and answer.
-        others: asked for workers that have more memory, or take more.
+        others: asked for workers that have more memory.
+        limits: asked whether a job is within them, once its prompt is counted.
         client: a connection of this thread's own, for the stream.
         reach: id of this data dir.
     """
@@ -114,6 +116,7 @@ class Preparer:
         engine_of: Callable[[str], Engine],
         admit: Callable[[Run, int], Admission],
         others: OtherWorkers,
+        limits: JobLimits,
         checkpoints: Checkpoints,
         reach: str,
         outlets: Outlets,
@@ -126,6 +129,7 @@ class Preparer:
         self._engine_of = engine_of
         self._admit = admit
         self._others = others
+        self._limits = limits
         self._checkpoints = checkpoints
         self._reach = reach
         self._outlets = outlets
@@ -185,7 +189,7 @@ class Preparer:
         check_length(len(prompt), options.max_tokens, engine.context_length)
         judge_geometry(run, engine.geometry)
         self._bind(run, prompt, engine.geometry)
-        self._keep_own_limits(run, len(prompt), options.max_tokens)
+        self._wait(run, lambda: self._limits.check(run, len(prompt), options.max_tokens))
         self._reserve(run, len(prompt), options.max_tokens)
         # Published tokens stand first in the run, so that all of it can be sent again.
         run.tokens.extend(published)
@@ -230,29 +234,6 @@ class Preparer:
             exactness=run.exactness,
         )
         return Plan(run, engine, store, tuple(roads))
-
-    def _keep_own_limits(self, run: Run, prompt: int, max_tokens: int) -> None:
-        """Leave to others what is more than this worker takes; only now the prompt is counted.
-
-        Raises:
-            LeftToOthers: another worker takes it, or took it before.
-            BadJob: no worker does.
-        """
-        asked = (
-            ("max_prompt", prompt, self._settings.max_prompt),
-            ("max_tokens", max_tokens, self._settings.max_tokens),
-        )
-        for name, value, most in asked:
-            if most is None or value <= most:
-                continue
-            widest = self._wait(run, lambda name=name: self._others.widest(name, run.model))  # type: ignore[misc]
-            if widest is None or widest >= value or run.claim.tokens:
-                raise LeftToOthers(f"{name}: {value} is over the {most} of this worker")
-            what = "tokens of prompt are" if name == "max_prompt" else "tokens are"
-            raise BadJob(
-                f"{name}: {value} {what} over the {widest} that the workers of {run.model} take",
-                hint="their flag is --" + name.replace("_", "-"),
-            )
 
     def _reserve(self, run: Run, prompt: int, max_tokens: int) -> None:
         """Have memory for the run's row, to its longest end.

@@ -22,6 +22,7 @@ from ._decoder import DecodeThread
 from ._depths import QueueDepths
 from ._housekeeper import Housekeeper
 from ._identity import Identity
+from ._job_limits import JobLimits
 from ._judge import Judge
 from ._late_ends import LateEnds
 from ._lease import LeaseKeeper
@@ -242,6 +243,7 @@ class Rooms:
 
     def _make_preparer(self) -> Preparer:
         client = self._connect()
+        others = OtherWorkers(client, self._keys, self._identity.name, self._own_limit)
         return Preparer(
             JobScripts(client, self._keys),
             client,
@@ -250,7 +252,8 @@ class Rooms:
             self._patience,
             engine_of=self.pool.engine,
             admit=self.pool.admit,
-            others=OtherWorkers(client, self._keys, self._identity.name, self._own_limit),
+            others=others,
+            limits=JobLimits(client, self._keys, self._settings, others),
             checkpoints=Checkpoints(
                 self._settings.checkpoints_dir, self._keys.namespace, self.collector.budget
             ),
