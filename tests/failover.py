@@ -67,7 +67,7 @@ class Group:
             for server in self.servers:
                 stack.enter_context(server)
             for port in self._sentinel_ports:
-                stack.enter_context(_Sentinel(port, self._ports[0], self._lines))
+                stack.enter_context(Sentinel(port, self._configuration()))
             self._stack = stack.pop_all()
         try:
             _poll(self._is_whole, "a group in which everybody knows everybody")
@@ -119,6 +119,13 @@ class Group:
         with replica.client() as client:
             client.replicaof(_HOST, free_port())
 
+    def _configuration(self) -> str:
+        return (
+            f"sentinel monitor {SERVICE} {_HOST} {self._ports[0]} 2\n"
+            f"sentinel down-after-milliseconds {SERVICE} {_DOWN_AFTER_MS}\n"
+            f"sentinel failover-timeout {SERVICE} 3000\n{self._lines}"
+        )
+
     def _is_whole(self) -> bool:
         for port in self._sentinel_ports:
             state = _pairs(self._ask(port, "MASTER", SERVICE))
@@ -138,20 +145,15 @@ class Group:
             return client.execute_command("SENTINEL", *command)
 
 
-class _Sentinel:
-    """One sentinel process; a context manager."""
+class Sentinel:
+    """One sentinel process; a context manager. `lines` are the rest of its configuration."""
 
-    def __init__(self, port: int, master: int, lines: str) -> None:
+    def __init__(self, port: int, lines: str) -> None:
         self._port = port
         self._folder = Path(tempfile.mkdtemp(prefix="tenuto-test-"))
         # It writes into this file what it learns.
         self._config = self._folder / "sentinel.conf"
-        self._config.write_text(
-            f"port {port}\nbind {_HOST}\ndir {self._folder}\n"
-            f"sentinel monitor {SERVICE} {_HOST} {master} 2\n"
-            f"sentinel down-after-milliseconds {SERVICE} {_DOWN_AFTER_MS}\n"
-            f"sentinel failover-timeout {SERVICE} 3000\n{lines}"
-        )
+        self._config.write_text(f"{lines}\nport {port}\nbind {_HOST}\ndir {self._folder}\n")
 
     def __enter__(self) -> Self:
         with (self._folder / "log").open("wb") as log:

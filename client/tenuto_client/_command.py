@@ -166,7 +166,8 @@ def _parser(name: str, command: Command) -> argparse.ArgumentParser:
     if getattr(command, "JSON", True):
         parser.add_argument("--json", action="store_true", help="one JSON object a line")
     group = parser.add_argument_group("connection", _CONNECTION_HELP)
-    group.add_argument("--redis", metavar="URL", help="redis://, rediss:// or unix://")
+    urls = "redis://, rediss://, unix:// or redis+sentinel://"
+    group.add_argument("--redis", metavar="URL", help=urls)
     group.add_argument("--namespace", metavar="PREFIX", help="prefix of all keys (tenuto:)")
     group.add_argument("--data-dir", metavar="DIR", help="embedded server and checkpoints")
     return parser

@@ -9,7 +9,9 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import redis
 
+from failover import Sentinel, free_port
 from servers import RealServer
 from tenuto_worker._commands.worker import models
 
@@ -32,6 +34,14 @@ def test_redis_conf_is_accepted_and_keeps_every_write() -> None:
     assert in_force["appendfsync"] == "always"
     assert in_force["maxmemory-policy"] == "noeviction"
     assert in_force["maxmemory"] == str(4 << 30)
+
+
+def test_sentinel_conf_is_accepted_with_the_lines_for_users() -> None:
+    text = (OPS / "sentinel.conf").read_text().replace("# sentinel auth-", "sentinel auth-")
+    settings = text.replace("port 26379", "").replace("dir /var/lib/tenuto-sentinel", "")
+    port = free_port()
+    with Sentinel(port, settings), redis.Redis(port=port, socket_timeout=10) as client:
+        assert client.sentinel_masters()["tenuto"]["quorum"] == 2
 
 
 def test_the_launchd_agent_is_a_property_list_that_runs_a_worker() -> None:
