@@ -121,14 +121,28 @@ def test_a_prompt_that_another_worker_takes_is_handed_on_and_counts_nothing(
 ) -> None:
     wide, narrow = start("wide", max_prompt=4000), start("narrow", max_prompt=20)
     job = jobs.submit(prompt=LONG)
-    for _ in range(4):
-        narrow.claim()
-        narrow.settle()
+    assert narrow.claim()
+    narrow.settle()
+    assert not narrow.claim(), "its length is known now"
     fields = jobs.job(job)
     assert (fields["state"], fields["stalls"]) == ("queued", "0")
     assert wide.claim()
     wide.finish()
     assert jobs.state(job) == "completed"
+
+
+def test_a_claim_leaves_what_is_too_long_and_takes_what_stands_behind_it(
+    jobs: JobQueue, start: Start
+) -> None:
+    long = [jobs.submit(max_tokens=31) for _ in range(70)]
+    short = jobs.submit(max_tokens=30)
+    (first, *_), left = jobs.leave(max_tokens=10), jobs.leave(max_tokens=10)
+    assert (first.job_id, first.seconds, first.why, len(left)) == (long[0], 0.0, "limits", 16)
+    worker = start(max_tokens=30)
+    assert worker.claim()
+    assert worker.run.job_id == short
+    assert not worker.claim()
+    assert [jobs.state(job) for job in long] == ["queued"] * 70
 
 
 @pytest.mark.parametrize("field", ["tiny|max_prompt", "*|max_prompt"])

@@ -22,6 +22,7 @@ from ._settings import WorkerSettings
 _WHY_LEFT: Final = {
     "geometry": "its tokens are from another geometry; after that it is recomputed here",
     "checkpoints": "its checkpoints are in another data dir; after that it is replayed here",
+    "limits": "it is over --max-prompt or --max-tokens of this worker",
 }
 
 
@@ -129,10 +130,11 @@ class Claimer:
         self._left[model] = {job.job_id for job in left}
         for job in left:
             if job.job_id not in known:
+                is_ever = job.why == "limits"
                 get_log(job=job.job_id).info(
-                    "job waits for its own geometry",
+                    "job left to others" if is_ever else "job waits for its own geometry",
                     model=model,
-                    seconds=round(job.seconds, 1),
+                    seconds=None if is_ever else round(job.seconds, 1),
                     why=_WHY_LEFT[job.why],
                 )
 
@@ -161,5 +163,7 @@ class Claimer:
             lease_ms=self._settings.lease_ms,
             exact_wait_s=self._settings.exact_wait_seconds,
             again=again,
+            max_prompt=self._settings.max_prompt,
+            max_tokens=self._settings.max_tokens,
         )
         return self._scripts.run(call)

@@ -87,7 +87,8 @@ class Claim:
 class Left:
     """A queued job that this worker has to leave to others for so many `seconds` more.
 
-    `why` is `geometry`, or `checkpoints` where only those are out of reach.
+    `why` is `geometry`, `checkpoints` where only those are out of reach, or `limits` of this
+    worker, for which no time is set (0 seconds).
     """
 
     job_id: str
@@ -161,15 +162,19 @@ def claim_call(
     lease_ms: int,
     exact_wait_s: float,
     again: bool = False,
+    max_prompt: int | None = None,
+    max_tokens: int | None = None,
 ) -> Call[Claim | list[Left]]:
     """Take the best queued job of a model. Where there is none for this worker, the answer is
     those that it has to leave to others.
 
-    `again` says that a call with this nonce was made before and its answer lost.
+    `again` says that a call with this nonce was made before and its answer lost. Jobs that are
+    known to have a longer prompt than `max_prompt`, or want more than `max_tokens`, are left.
     """
     own = (holder, nonce, fingerprint, reach)
     terms = (lease_ms, exact_wait_s, int(again))
-    return Call("claim", (model, *own, *terms), _claim)
+    limits = (-1 if most is None else most for most in (max_prompt, max_tokens))
+    return Call("claim", (model, *own, *terms, *limits), _claim)
 
 
 def publish_call(fence: Fence, tokens: Sequence[Token], *, durable: int) -> Call[Published]:

@@ -1,11 +1,14 @@
 -- Take the best queued job of a model: highest priority, then tenants in turn, then age.
--- A: model, holder, nonce, fingerprint, reach, lease in ms, exact_wait in s, 1 when this nonce was tried before
+-- A: model, holder, nonce, fingerprint, reach, lease in ms, exact_wait in s, 1 when this nonce was tried before,
+-- max_prompt and max_tokens of this worker (-1 is no limit)
 -- A job that has begun is left for exact_wait to workers of its own fingerprint and checkpoint reach.
 -- Returns 'job', the id of this data set, the ids of the earlier ones whose checkpoints may be used, and the
 -- fields of the job's hash. Where there is no job for this worker: an empty list; or 'left' and,
--- of up to 16 jobs that it has to leave to others, three values each: id, seconds for which it still must, 'geometry' or 'checkpoints' as the reason.
+-- of up to 16 jobs that it has to leave to others, three values each: id, seconds for which it still must (0: as long as they
+-- want), 'geometry', 'checkpoints' or 'limits' as the reason.
 local model, holder, nonce, fingerprint, reach = A[1], A[2], A[3], A[4], A[5]
 local lease_ms, exact_wait = A[6], tonumber(A[7])
+local max_prompt, max_tokens = tonumber(A[9] or -1), tonumber(A[10] or -1)
 local at = now()
 local left = {}
 
@@ -15,17 +18,23 @@ local function answer(id)
   return { 'job', redis.call('GET', key_namespace()), redis.call('SMEMBERS', key_heirs()), redis.call('HGETALL', key_job(id)) }
 end
 
+local function leave(id, seconds, why)
+  if #left < 3 * 16 then
+    for _, each in ipairs({ id, string.format('%.3f', seconds), why }) do left[#left + 1] = each end
+  end
+  return false
+end
+
+local function is_more(value, most) return most >= 0 and tonumber(value or 0) > most end
+
 local function suits(id)
-  local mine, where, queued_at, tokens =
-    unpack(redis.call('HMGET', key_job(id), 'fingerprint', 'reach', 'queued_at', 'tokens'))
+  local mine, where, queued_at, tokens, prompt, wanted = unpack(redis.call('HMGET', key_job(id),
+    'fingerprint', 'reach', 'queued_at', 'tokens', 'prompt_tokens', 'max_tokens'))
+  if is_more(prompt, max_prompt) or is_more(wanted, max_tokens) then return leave(id, 0, 'limits') end
   local wait = exact_wait - (at - tonumber(queued_at))
   if not mine or wait <= 0 then return true end
   if mine == fingerprint and (tokens == '0' or where == reach) then return true end
-  if #left < 3 * 16 then
-    local why = mine == fingerprint and 'checkpoints' or 'geometry'
-    for _, each in ipairs({ id, string.format('%.3f', wait), why }) do left[#left + 1] = each end
-  end
-  return false
+  return leave(id, wait, mine == fingerprint and 'checkpoints' or 'geometry')
 end
 
 local function take(id, lane, priority)
@@ -56,7 +65,7 @@ end
 
 for _, lane in ipairs(redis.call('ZRANGE', key_queue(model), 0, -1)) do
   local priority = string.match(lane, '^(-?%d+):')
-  for _, id in ipairs(redis.call('ZRANGE', key_lane(model, lane), 0, 63)) do
+  for _, id in ipairs(redis.call('ZRANGE', key_lane(model, lane), 0, 255)) do
     if not end_if_late(id) and suits(id) then
       return take(id, lane, priority)
     end
