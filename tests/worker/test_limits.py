@@ -160,6 +160,25 @@ def test_an_ended_job_holds_what_it_wrote_and_a_resumed_one_what_it_may_come_to(
     assert int(jobs.job(job)["held"]) == used(jobs)
 
 
+def test_a_job_holds_the_ids_of_its_prompt_once_they_are_known(jobs: JobQueue) -> None:
+    jobs.submit()
+    before = used(jobs)
+    fence = jobs.take().fence
+    jobs.scripts.bind(
+        fence,
+        prompt_ids=b"\x91" * 50_000,
+        prompt_tokens=50_000,
+        fingerprint="f",
+        geometry=b"\x80",
+        reach="dir",
+        exactness="exact",
+        exactness_reason=None,
+    )
+    assert used(jobs) > before + 49_000
+    jobs.scripts.release(fence, "drain")
+    assert used(jobs) > before + 49_000
+
+
 # -- time in the queue -------------------------------------------------------------------
 
 
