@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -439,3 +440,26 @@ def test_all_series_of_a_model_are_there_before_anything_has_happened(start: Sta
         seen.value("tenuto_jobs_released_total", **TINY, reason=reason)
     for phase in Phase:
         seen.value("tenuto_running_jobs", **TINY, phase=phase.value)
+
+
+OPS = Path(__file__).parents[2] / "ops"
+
+
+def test_every_metric_is_explained_in_ops_and_nothing_else_is(start: Start) -> None:
+    worker = start()
+    worker.rooms.depths.look()
+    rows = [line for line in (OPS / "metrics.md").read_text().splitlines() if line[:3] == "| `"]
+    explained = {name for row in rows for name in re.findall(r"`(tenuto_\w+)`", row.split("|")[1])}
+    families = worker.look().families.values()
+    told = {each.name + "_total" * (each.type == "counter") for each in families}
+
+    assert explained == {name for name in told if name.startswith("tenuto_")}
+
+
+def test_the_example_of_a_scrape_is_one() -> None:
+    yaml: Any = pytest.importorskip("yaml")
+    config = yaml.safe_load((OPS / "prometheus.yml").read_text())
+    (job,) = config["scrape_configs"]
+
+    assert set(job) == {"job_name", "scrape_interval", "static_configs"}
+    assert job["static_configs"] == [{"targets": ["127.0.0.1:9464"]}]

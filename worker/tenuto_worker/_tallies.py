@@ -84,15 +84,13 @@ class RowMeter:
     What the row has when the meter is made is not counted: an earlier attempt did that.
     """
 
-    __slots__ = ("_caught_up", "_diverged", "_last", "_prefilled", "_run", "_tally")
+    __slots__ = ("_caught_up", "_diverged", "_last", "_prefilled", "_read", "_run", "_tally")
 
     def __init__(self, tally: Tally, run: Run, sequence: EngineSequence) -> None:
         self._tally = tally
         self._run = run
         self._last: float | None = None
-        self._prefilled = sequence.prefill_done
-        self._caught_up = sequence.catch_up_done
-        self._diverged = sequence.stats.divergences
+        self._note(sequence)
 
     def token(self, index: int) -> None:
         """The row has a new token."""
@@ -107,9 +105,15 @@ class RowMeter:
 
     def progress(self, sequence: EngineSequence) -> None:
         """The row did something that may have yielded no token."""
+        if sequence.prefill_done + sequence.catch_up_done == self._read:
+            return
         self._tally.prefilled += sequence.prefill_done - self._prefilled
         self._tally.caught_up += sequence.catch_up_done - self._caught_up
         self._tally.diverged += sequence.stats.divergences - self._diverged
+        self._note(sequence)
+
+    def _note(self, sequence: EngineSequence) -> None:
         self._prefilled = sequence.prefill_done
         self._caught_up = sequence.catch_up_done
         self._diverged = sequence.stats.divergences
+        self._read = self._prefilled + self._caught_up
