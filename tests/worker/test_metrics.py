@@ -205,6 +205,7 @@ def test_checkpoints_are_counted_with_their_bytes_and_what_no_checkpoint_covers_
     assert second.value("tenuto_checkpoint_seconds_sum") > 0
     assert second.value("tenuto_tokens_at_risk", **TINY) == worker.run.at_risk
     assert second.value("tenuto_checkpoint_disk_bytes") > 0
+    assert worker.run.durable_at > worker.run.claimed_at
     worker.decode(2)
     assert len(worker.run.tokens) > worker.run.durable
     worker.run.durable_at -= 60
