@@ -275,6 +275,7 @@ def _blocking(kind: Any, lookups: _Lookups) -> Any:
             try:
                 return super().read_response(*args, **kwargs)
             except redis.ResponseError as error:
+                _hide_arguments(error)
                 if not is_demotion(error):
                     raise
                 self.disconnect()
@@ -299,6 +300,7 @@ def _asynchronous(kind: Any, lookups: _Lookups) -> Any:
             try:
                 return await super().read_response(*args, **kwargs)
             except redis.ResponseError as error:
+                _hide_arguments(error)
                 if not is_demotion(error):
                     raise
                 await self.disconnect()
@@ -311,6 +313,13 @@ def _is_left_behind(connection: Any) -> bool:
     """Whether the sentinels have named another master since it was connected."""
     named = getattr(getattr(connection, "connection_pool", None), "master_address", None)
     return named is not None and named != (connection.host, connection.port)
+
+
+def _hide_arguments(error: redis.ResponseError) -> None:
+    """A server that does not know a command repeats what it was sent, users' texts among it."""
+    told, hidden, _ = str(error).partition(", with args beginning with")
+    if hidden:
+        error.args = (told,)
 
 
 def _demoted(error: redis.ResponseError) -> redis.ConnectionError:

@@ -173,8 +173,7 @@ class Connection:
                 hint="raise maxmemory, or delete old jobs",
             )
         return ServerUnavailable(
-            f"{self._address} refused a command: {_without_arguments(error)}",
-            hint="tenuto doctor looks for the cause",
+            f"{self._address} refused a command: {error}", hint="tenuto doctor looks for the cause"
         )
 
 
@@ -189,8 +188,3 @@ def _is_refusal(error: BaseException | None) -> bool:
 
 def _reason(error: Exception) -> str:
     return str(error) or type(error).__name__
-
-
-def _without_arguments(error: Exception) -> str:
-    """A server that does not know a command repeats what it was sent, users' texts among it."""
-    return str(error).partition(", with args beginning with")[0]

@@ -127,7 +127,11 @@ class Recovery:
                 for part in parts[at : at + _ENTRIES_A_ROUND]:
                     pipe.xadd(key, {"t": pack_tokens(part)}, id=f"{part[-1].index}-0")
                 pipe.expire(key, _HALF_LIVES_S)
-                pipe.execute()
+                # An error that redis-py raises here has users' texts in its message.
+                replies = pipe.execute(raise_on_error=False)
+            for reply in replies:
+                if isinstance(reply, Exception):
+                    raise reply
         return built
 
     def _settle(self, readable: Iterable[Remains]) -> None:
