@@ -91,7 +91,7 @@ MODEL_LIMITS: Final = ("max_prompt", "max_tokens", "max_context")
 
 _OPTIONAL: Final = (
     *("tokens_at_risk", "checkpoint_bytes", "checkpoint_budget"),
-    *MODEL_LIMITS,
+    *("limits", *MODEL_LIMITS),
 )
 _NOT_SAID: Final = ("name", "workers", "queued")
 
@@ -102,7 +102,8 @@ def pack_announcement(info: ModelInfo | WorkerInfo) -> bytes:
     for name in _NOT_SAID:
         body.pop(name, None)
     for name in _OPTIONAL:
-        if body.get(name, 0) is None:
+        # Zero is said, but what there is not need not be.
+        if body.get(name, 0) in (None, {}):
             del body[name]
     packed: bytes = msgpack.packb({"v": VERSION, **body})
     return packed

@@ -126,8 +126,13 @@ def test_announcements() -> None:
 
 
 def test_an_announcement_may_say_more_than_the_first_ones_did() -> None:
-    more = replace(WORKER, tokens_at_risk=12, checkpoint_bytes=5, checkpoint_budget=2**40)
+    limits = {"m": {"max_prompt": 9}}
+    more = replace(
+        WORKER, tokens_at_risk=12, checkpoint_bytes=5, checkpoint_budget=2**40, limits=limits
+    )
     assert unpack_worker("w", pack_announcement(more)) == more
+    wider = replace(MODEL, max_prompt=1, max_tokens=2, max_context=3)
+    assert unpack_model("m", pack_announcement(wider)) == wider
     old = unpack_worker("w", bytes.fromhex(WORKER_BYTES))
     assert (old.tokens_at_risk, old.checkpoint_bytes, old.checkpoint_budget) == (None,) * 3
 
