@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from proxies import TlsProxy
 from raw_worker import RawWorker
 from servers import RealServer
 from tenuto_client import Client, ServerUnavailable, SyncClient
-from tls_proxy import TlsProxy
 
 
 @pytest.fixture

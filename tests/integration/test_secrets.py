@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from proxies import TlsProxy
 from servers import RealServer
 from tenuto_client import (
     Client,
@@ -19,7 +20,6 @@ from tenuto_client import (
 )
 from tenuto_client._command import main
 from tiny_models import build_tiny_model
-from tls_proxy import TlsProxy
 from workers import MODEL, WorkerProcess, poll_until
 
 WORD = "sesame-opens"
