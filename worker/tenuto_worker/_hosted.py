@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
     from ._run import Run
 
-_FIRST_PAUSE_S: Final = 10.0
 _LONGEST_PAUSE_S: Final = 300.0
 
 
@@ -83,10 +82,11 @@ class Hosted:
         assert engine is not None, "only a warm model is unloaded"
         return engine
 
-    def broke(self, reason: str, now: float) -> float:
-        """It could not be loaded; returns after how many seconds it may be tried again."""
+    def broke(self, reason: str, now: float, first_pause: float) -> float:
+        """It could not be loaded; returns after how many seconds it may be tried again: after
+        `first_pause`, and after twice as long each time."""
         self.state, self.engine, self.reason = ModelState.BROKEN, None, reason
-        pause = min(_FIRST_PAUSE_S * 2.0**self.failures, _LONGEST_PAUSE_S)
+        pause = min(first_pause * 2.0 ** min(self.failures, 16), _LONGEST_PAUSE_S)
         self.failures += 1
         self.retry_at = now + pause
         return pause

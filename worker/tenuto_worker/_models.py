@@ -101,7 +101,8 @@ class ModelPool:
         limit_memory(self.budget)
         for hosted in self._hosted.values():
             self._look(hosted)
-            if hosted.state is ModelState.COLD and self._left_for(hosted) >= 0:
+            fits = self._weights() + hosted.weight_bytes <= self._usable
+            if hosted.state is ModelState.COLD and fits:
                 hosted.state = ModelState.LOADING
                 self._load(hosted)
         broken = self.broken()
@@ -174,8 +175,7 @@ class ModelPool:
     def note_left(self, model: str, *, for_memory: bool) -> None:
         """A claim was answered without a job; `for_memory`: one was left for want of it."""
         with self._lock:
-            # What does not fit into an empty worker waits for another one.
-            if for_memory and self._runs.all():
+            if for_memory and self._others_run(self._hosted[model]):
                 self._turns.waits(model, time.monotonic())
             else:
                 self._turns.settled(model)
@@ -275,6 +275,7 @@ class ModelPool:
             with self._lock:
                 # Of the others the claimer asks, and tells what it left.
                 waits = self._is_short(hosted) and self._fits_alone(hosted)
+                waits = waits and self._others_run(hosted)
             if waits:
                 self._note_short(hosted.name, now, wanted=self._outlets.is_wanted(hosted.name))
 
@@ -355,7 +356,7 @@ class ModelPool:
 
     def _failed(self, hosted: Hosted, reason: str) -> None:
         with self._lock:
-            pause = hosted.broke(reason, time.monotonic())
+            pause = hosted.broke(reason, time.monotonic(), self._settings.load_retry_seconds)
             waiting, hosted.waiting = hosted.waiting, []
         metrics.model_loads.labels(hosted.name, "failed").inc()
         self._log.error(
@@ -378,6 +379,10 @@ class ModelPool:
         """Whether there is no memory for the model, or for a row of it."""
         left = self._left_for(hosted)
         return left < 0 or hosted.tokens_in(left) == 0
+
+    def _others_run(self, hosted: Hosted) -> bool:
+        """Whether models but this one have runs; what its own take, its own queue decides on."""
+        return any(run.model != hosted.name for run in self._runs.all())
 
     def _fits_alone(self, hosted: Hosted) -> bool:
         left = self._usable - hosted.weight_bytes

@@ -59,6 +59,10 @@ class WorkerSettings:
         reap_seconds: how often jobs without a lease are looked for.
         chores_seconds: how often tickets are mended and ended jobs expired.
         gc_seconds: how often checkpoints of jobs that are gone are removed.
+        preempt_wait_seconds: how long a job of a higher priority waits for a slot before a running
+            one makes way for it.
+        preempt_hold_seconds: how long an attempt goes on at least before it makes way; doubled,
+            up to 16 times as much, with each time that its job made way before.
         exact_wait_seconds: how long a job that has begun waits for workers of its geometry.
         grace_seconds: how long a drain may take.
         publish_seconds, publish_tokens: tokens are packed until one of the two is reached.
@@ -96,6 +100,8 @@ class WorkerSettings:
     chores_seconds: float = 5.0
     gc_seconds: float = 60.0
     exact_wait_seconds: float = 30.0
+    preempt_wait_seconds: float = 2.0
+    preempt_hold_seconds: float = 5.0
     grace_seconds: float = 30.0
     publish_seconds: float = 0.005
     publish_tokens: int = 16
