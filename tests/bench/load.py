@@ -4,8 +4,8 @@
 
 A real server (`appendfsync always`), a real `tenuto worker` with a tiny model, and processes full
 of readers, which use the client as any service does. A step of the engine takes `--step-ms` at
-least, without using the processor, as on a GPU. As jobs end, others are submitted, so that the queue
-stays full; all readers follow running jobs, so each token goes to many of them.
+least, without using the processor, as on a GPU. As jobs end, others are submitted, so that the
+queue stays full; all readers follow running jobs, so each token goes to many of them.
 
 *beyond the decode*: from the moment at which the decode thread has a token. *queue*: what a call
 costs by how many jobs are queued, on a server of its own.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import subprocess
@@ -33,7 +34,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from bench import load_report  # noqa: E402
-from bench.load_figures import Memory, StartedJob, Turns, latency, turns  # noqa: E402
+from bench.load_figures import Memory, SubmittedJob, Turns, latency, turns  # noqa: E402
 from bench.load_queue import measure_queue  # noqa: E402
 from bench.load_report import LoadRun  # noqa: E402
 from servers import RealServer  # noqa: E402
@@ -196,11 +197,10 @@ class Load:
         for job in self.submitted:
             pipe.hmget(self._keys.job(job), "created_at", "started_at")
         jobs = [
-            StartedJob(tenant, float(created), float(started))
+            SubmittedJob(tenant, float(created), math.inf if started is None else float(started))
             for tenant, (created, started) in zip(
                 self.submitted.values(), pipe.execute(), strict=True
             )
-            if started is not None
         ]
         return turns(jobs, self._queued(), since, until)
 

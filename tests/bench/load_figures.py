@@ -84,8 +84,9 @@ class Turns:
 
     Attributes:
         started: how many of its jobs began in the time that was measured.
-        longest_wait: from submit to start, of those that were submitted in that time.
-        longest_gap: without a start of one of its jobs, while some waited.
+        longest_wait: from submit to start, or to the end of the time, of those that were submitted
+            in that time.
+        longest_gap: without a start of one of its jobs, where some waited at the end.
     """
 
     tenant: str
@@ -96,8 +97,8 @@ class Turns:
 
 
 @dataclass(frozen=True, slots=True)
-class StartedJob:
-    """When a job was submitted and when it began, by Redis's clock."""
+class SubmittedJob:
+    """When a job was submitted and when it began (infinite: not yet), by Redis's clock."""
 
     tenant: str
     created_at: float
@@ -105,17 +106,17 @@ class StartedJob:
 
 
 def turns(
-    jobs: Sequence[StartedJob], queued: Mapping[str, int], since: float, until: float
+    jobs: Sequence[SubmittedJob], queued: Mapping[str, int], since: float, until: float
 ) -> list[Turns]:
-    """For each tenant that had jobs queued at the end or started some in between."""
-    by_tenant: dict[str, list[StartedJob]] = defaultdict(list)
+    """How each tenant fared between two times, by Redis's clock; `queued` is at the end."""
+    by_tenant: dict[str, list[SubmittedJob]] = defaultdict(list)
     for job in jobs:
-        if since <= job.started_at < until:
-            by_tenant[job.tenant].append(job)
+        by_tenant[job.tenant].append(job)
     found = []
-    for tenant in sorted({*queued, *by_tenant}):
-        started = sorted(job.started_at for job in by_tenant[tenant])
-        new = [job for job in by_tenant[tenant] if job.created_at >= since]
+    for tenant in sorted(by_tenant):
+        mine = by_tenant[tenant]
+        started = sorted(job.started_at for job in mine if since <= job.started_at < until)
+        new = [job for job in mine if job.created_at >= since]
         has_backlog = queued.get(tenant, 0) > 0
         marks = [since, *started, until] if has_backlog else []
         found.append(
@@ -123,7 +124,7 @@ def turns(
                 tenant,
                 queued.get(tenant, 0),
                 len(started),
-                max((job.started_at - job.created_at for job in new), default=0.0),
+                max((min(job.started_at, until) - job.created_at for job in new), default=0.0),
                 max((after - before for before, after in pairwise(marks)), default=0.0),
             )
         )

@@ -118,10 +118,11 @@ def _turns(run: LoadRun) -> _Table:
             each.tenant,
             str(each.queued),
             str(each.started),
-            f"{each.longest_gap:.1f}" if each.queued else "",
-            "" if each.queued else f"{each.longest_wait:.1f}",
+            "" if is_new else f"{each.longest_gap:.1f}",
+            f"{each.longest_wait:.1f}" if is_new else "",
         ]
         for each in (*shown, together)
+        for is_new in (each is together or each.tenant == "urgent",)
     ]
     return names, rows
 

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 MLX_ENVIRONMENT = {"MLX_CUDA_USE_CUDNN_SDPA": "0"}
 
 _WATCH_S = 1.0
+# The decode thread hardly ever waits; with Python's own 5 ms a token would wait that long for its
+# publisher to have its turn, and again after each call of the system.
+_SWITCH_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +230,7 @@ def main() -> NoReturn:
     """The body of the child process."""
     brief = Brief.from_json(sys.stdin.readline())
     os.environ.update(MLX_ENVIRONMENT)
+    sys.setswitchinterval(_SWITCH_S)
     settings = WorkerSettings.from_json(brief.settings)
     set_up_logging(settings.log_format, brief.identity.name)
     log = get_log()
