@@ -21,10 +21,10 @@ DEFAULT_MAX_QUEUED: Final = 100_000
 MEMORY: Final = "max_stream_memory"
 MEANINGS: Final[Mapping[str, str]] = {
     "max_tokens": "tokens that a job may ask for",
-    "max_prompt": "tokens of a prompt, as far as they are known at submit",
+    "max_prompt": "tokens of a prompt; those of a text are counted at its first start",
     "max_queued_per_tenant": "jobs of one tenant that wait for a model",
     "max_queued": f"jobs that wait for a model ({DEFAULT_MAX_QUEUED:,} if unset)",
-    MEMORY: "bytes in Redis that all jobs may come to, also as 512MiB or 8GiB; not of one model",
+    MEMORY: "bytes in Redis that all jobs may come to (512MiB, 8GiB); not of one model",
 }
 """What each limit bounds, in the order in which submit looks at them."""
 
