@@ -35,6 +35,7 @@ _TEMPLATES: dict[str, tuple[str, ...]] = {
     "idem": ("idem:", "name"),
     "queued": ("queued:", "model"),
     "due": ("due",),
+    "suspects": ("suspects:", "model"),
     "usage": ("usage",),
     "limits": ("limits",),
     "models": ("models",),
@@ -120,6 +121,10 @@ class Keys:
     def due(self) -> str:
         """Sorted set of the queued jobs whose time in the queue ends, by when."""
         return self._make("due")
+
+    def suspects(self, model: str) -> str:
+        """Sorted set of the queued jobs of a model on which a worker may have died, by age."""
+        return self._make("suspects", model)
 
     def usage(self) -> str:
         """Hash: `bytes` is what all jobs may come to in Redis's memory; see `held` of a job."""

@@ -1,8 +1,8 @@
 """A model of the life of a job, driven against the real scripts on a real server.
 
 Two workers, each with every attempt it ever had, act in any order: claim, publish, renew, lose the
-lease, reap, take back, release, finish; a user cancels, resumes and deletes; Redis loses what was
-written last. After each move the whole of Redis must be what the model says.
+lease, reap, take back, make way, release, finish; time passes; a user cancels, resumes and deletes;
+Redis loses what was written last. After each move the whole of Redis must be what the model says.
 """
 
 from __future__ import annotations
@@ -46,6 +46,10 @@ class Expected:
     cancel: bool = False
     moved: bool = False
     stalls: int = 0
+    suspect: bool = False
+    new: int = 0
+    crashes: int = 0
+    preemptions: int = 0
     tokens: list[int] = field(default_factory=list)
     events: list[tuple[int, str, int]] = field(default_factory=list)
 
@@ -60,6 +64,10 @@ class Expected:
     def end(self, state: str) -> None:
         self.state, self.owner, self.lease, self.cancel = state, None, False, False
         self.event()
+
+    def crash(self) -> None:
+        self.suspect, self.new = True, 0
+        self.crashes += 1
 
     def die(self) -> None:
         if self.cancel:
@@ -104,7 +112,7 @@ class Lives(RuleBasedStateMachine):
             return self.fences[-1]
         return data.draw(st.sampled_from(self.fences))
 
-    def _claim(self, worker: str, nonce: str, *, again: bool) -> Claim | None:
+    def _claim(self, worker: str, nonce: str, *, again: bool, alone: bool) -> Claim | None:
         call = claim_call(
             MODEL,
             holder=worker,
@@ -114,21 +122,23 @@ class Lives(RuleBasedStateMachine):
             lease_ms=600_000,
             exact_wait_s=30,
             again=again,
+            alone=alone,
         )
         answer = self.scripts.run(call)
         return answer if isinstance(answer, Claim) else None
 
-    @rule(worker=st.sampled_from(WORKERS), lost_answer=st.booleans())
-    def claim(self, worker: str, lost_answer: bool) -> None:
+    @rule(worker=st.sampled_from(WORKERS), lost_answer=st.booleans(), alone=st.booleans())
+    def claim(self, worker: str, lost_answer: bool, alone: bool) -> None:
         self.nonces += 1
-        claim = self._claim(worker, str(self.nonces), again=False)
+        claim = self._claim(worker, str(self.nonces), again=False, alone=alone)
         if lost_answer:
-            again = self._claim(worker, str(self.nonces), again=True)
+            again = self._claim(worker, str(self.nonces), again=True, alone=alone)
             assert again == claim
-        if self.job is None or self.job.state != "queued":
+        if self.job is None or self.job.state != "queued" or (self.job.suspect and not alone):
             assert claim is None
             return
         assert claim is not None
+        assert claim.suspect == self.job.suspect
         assert claim.tokens == len(self.job.tokens)
         self.job.state, self.job.owner, self.job.holder = "running", claim.fence, worker
         self.job.lease, self.job.moved = True, False
@@ -136,7 +146,7 @@ class Lives(RuleBasedStateMachine):
         self.fences.append(claim.fence)
 
     @precondition(lambda self: self.fences)
-    @rule(data=st.data(), skip=st.sampled_from([0, 0, 0, -2, -1, 1]), count=st.integers(1, 3))
+    @rule(data=st.data(), skip=st.sampled_from([0, 0, 0, -2, -1, 1]), count=st.sampled_from([1, 2, 3, 40]))
     def publish(self, data: st.DataObject, skip: int, count: int) -> None:
         fence = self._fence(data)
         have = len(self.job.tokens) if self.job else 0
@@ -148,6 +158,8 @@ class Lives(RuleBasedStateMachine):
             return
         assert self.job is not None
         assert answer.cancel == self.job.cancel
+        got_on = answer.status is PublishStatus.OK
+        self._trust(self.job, count if got_on else 0, apart=answer.apart)
         if first + count - 1 <= have:
             assert answer.status is PublishStatus.REPLAY
         elif first != have + 1:
@@ -156,6 +168,18 @@ class Lives(RuleBasedStateMachine):
             assert answer.status is PublishStatus.OK
             self.job.tokens += range(have + 1, first + count)
             self.job.moved, self.job.stalls = True, 0
+
+    def _trust(self, job: Expected, new: int, *, apart: bool) -> None:
+        if not job.suspect:
+            assert not apart
+            return
+        job.new += new
+        if job.new == 0:
+            assert apart
+        elif job.new >= (32 if job.crashes == 1 else 128):
+            assert not apart
+        # In between time decides.
+        job.suspect = apart
 
     @precondition(lambda self: self.fences)
     @rule(data=st.data(), done=st.integers(0, 3))
@@ -180,16 +204,20 @@ class Lives(RuleBasedStateMachine):
     def reap(self) -> None:
         self.scripts.reap(JOB)
         if self.job and self.job.state == "running" and not self.job.lease:
+            if not self.job.moved:
+                self.job.crash()
             self.job.die()
 
-    @rule(worker=st.sampled_from(WORKERS))
-    def take_back(self, worker: str) -> None:
-        self.scripts.take_back(JOB, worker)
+    @rule(worker=st.sampled_from(WORKERS), crashed=st.booleans())
+    def take_back(self, worker: str, crashed: bool) -> None:
+        self.scripts.take_back(JOB, worker, crashed=crashed)
         if self.job and self.job.state == "running" and self.job.holder == worker:
+            if crashed:
+                self.job.crash()
             self.job.die()
 
     @precondition(lambda self: self.fences)
-    @rule(data=st.data(), reason=st.sampled_from(["drain", "error"]))
+    @rule(data=st.data(), reason=st.sampled_from(["drain", "preempt", "error"]))
     def release(self, data: st.DataObject, reason: str) -> None:
         fence = self._fence(data)
         answer = self.scripts.release(fence, reason, "boom")
@@ -202,6 +230,7 @@ class Lives(RuleBasedStateMachine):
         elif self.job.cancel:
             self.job.end("cancelled")
         else:
+            self.job.preemptions += reason == "preempt"
             self.job.queue()
         assert answer == self.job.state
 
@@ -219,6 +248,8 @@ class Lives(RuleBasedStateMachine):
             self.job.queue()
         else:
             self.job.end(state)
+            if state == "completed":
+                self.job.suspect, self.job.crashes = False, 0
 
     @rule()
     def cancel(self) -> None:
@@ -274,6 +305,7 @@ class Lives(RuleBasedStateMachine):
             left = {k.decode() for k in self.client.scan_iter() if JOB.encode() in k}
             assert left == set()
             assert self.client.zcard(self.keys.jobs()) == 0
+            assert not self.client.exists(self.keys.usage(), self.keys.queued(MODEL))
             return
         self._check_hash(self.job)
         self._check_queue(self.job)
@@ -287,6 +319,9 @@ class Lives(RuleBasedStateMachine):
         assert (b"cancel" in fields) == job.cancel
         assert int(fields[b"stalls"]) == job.stalls
         assert (b"nonce" in fields) == (job.state == "running")
+        assert (b"suspect" in fields) == job.suspect
+        assert int(fields.get(b"preemptions", 0)) == job.preemptions
+        assert self.client.hget(self.keys.usage(), "bytes") == fields[b"held"]
         over = job.state in ("completed", "failed", "cancelled")
         assert (b"finished_at" in fields) == over
         assert (self.client.zscore(self.keys.expiry(), JOB) is not None) == over
@@ -297,6 +332,10 @@ class Lives(RuleBasedStateMachine):
         assert self.client.zcard(self.keys.queue(MODEL)) == int(queued)
         assert self.client.exists(self.keys.lease(JOB)) == int(job.lease)
         assert self.client.zcard(self.keys.running()) == int(job.state == "running")
+        counts = {b"*": b"1", b"default": b"1"} if queued else {}
+        assert self.client.hgetall(self.keys.queued(MODEL)) == counts
+        apart = queued and job.suspect
+        assert self.client.zcard(self.keys.suspects(MODEL)) == int(apart)
         tickets = self.client.zrange(self.keys.tickets(MODEL), 0, -1)
         if queued:
             assert tickets

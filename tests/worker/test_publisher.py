@@ -39,6 +39,7 @@ class Threaded:
             Outage(),
             on_stop=lambda run: None,
             on_ended=lambda run, state: self.completed.append(run.job_id),
+            on_trusted=lambda run: None,
         )
         self._thread = threading.Thread(target=self._work, daemon=True)
         self._thread.start()

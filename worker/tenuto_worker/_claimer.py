@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import time
@@ -16,13 +17,17 @@ from ._logging import get_log
 from ._models import ModelPool
 from ._redis import Backoff, Outage
 from ._run import Run, Runs
-from ._scripts import Claim, JobScripts, Left, claim_call
+from ._scripts import Call, Claim, JobScripts, Left, Yield, claim_call, preempt_call
 from ._settings import WorkerSettings
+from ._yielding import Yielding
 
+_NO_TIME: Final = ("limits", "memory", "suspect")
 _WHY_LEFT: Final = {
     "geometry": "its tokens are from another geometry; after that it is recomputed here",
     "checkpoints": "its checkpoints are in another data dir; after that it is replayed here",
     "limits": "it is over --max-prompt or --max-tokens of this worker",
+    "memory": "it needs more memory than is free",
+    "suspect": "a worker died on it, so that it has to run apart",
 }
 
 
@@ -43,6 +48,7 @@ class Claimer:
         pool: says for which of them there is memory.
         holder, reach: this worker's name, and the id of its data dir.
         on_claim: takes each new run, which stands among the runs already.
+        on_stop: called when runs were asked to make way.
     """
 
     def __init__(
@@ -57,6 +63,7 @@ class Claimer:
         holder: str,
         reach: str,
         on_claim: Callable[[Run], object],
+        on_stop: Callable[[], object],
     ) -> None:
         self._scripts = scripts
         self._runs = runs
@@ -67,7 +74,8 @@ class Claimer:
         self._holder = holder
         self._reach = reach
         self._on_claim = on_claim
-        self._left: dict[str, set[str]] = {}
+        self._yielding = Yielding(runs, on_stop)
+        self._left: dict[str, list[Left]] = {}
         self._changed = threading.Condition()
         self._poked = False
         self._stopping = False
@@ -91,21 +99,70 @@ class Claimer:
 
     def has_slot(self, model: str) -> bool:
         """Whether a job of the model could be taken now."""
-        is_free = self._runs.of_model(model) < self._served[model].slots
-        return is_free and not self._stopping and self._pool.may_claim(model)
+        is_free = self._runs.of_model(model) < self._served[model].slots and not self._stopping
+        return is_free and self._yielding.may_take() and self._pool.may_claim(model)
 
     def run(self) -> None:
         """The body of the thread."""
         while not self._stopping:
-            for model in self._served:
-                while self.has_slot(model) and self.claim_one(model):
-                    pass
+            self.turn()
             with self._changed:
                 self._changed.wait_for(
                     lambda: self._poked or self._stopping, self._settings.poll_seconds
                 )
                 self._poked = False
         self._ended.set()
+
+    def turn(self) -> None:
+        """Take what there is a slot for, and have runs make way for what has none."""
+        self._go_apart()
+        for model in self._served:
+            while self.has_slot(model) and self.claim_one(model):
+                pass
+        for model in self._served:
+            while self._runs.all() and self._make_way(model):
+                pass
+
+    def _go_apart(self) -> None:
+        """Where a suspect was trusted again and more of them wait, the next one's turn comes."""
+        if self._yielding.trusted() and any(map(self._has_suspects, self._served)):
+            self._yielding.empty("suspects wait to run apart")
+
+    def _has_suspects(self, model: str) -> bool:
+        try:
+            return self._outage.attempt(partial(self._scripts.suspects, model)) > 0
+        except RedisAway:
+            return False
+
+    def _make_way(self, model: str) -> bool:
+        """Whether a run was asked to make way for a job of the model that waits."""
+        if self._stopping or not self._yielding.may_take():
+            return False
+        has_slot = self.has_slot(model)
+        if has_slot and not any(job.why == "suspect" for job in self._left.get(model, [])):
+            return False
+        try:
+            call = self._preempt_call(model, for_slot=not has_slot)
+            asked = self._outage.attempt(partial(self._scripts.run, call))
+        except RedisAway:
+            return False
+        if asked is not None:
+            self._yielding.make_way(asked)
+        return asked is not None
+
+    def _preempt_call(self, model: str, *, for_slot: bool) -> Call[Yield | None]:
+        return preempt_call(
+            model,
+            holder=self._holder,
+            fingerprint=self._served[model].fingerprint,
+            reach=self._reach,
+            exact_wait_s=self._settings.exact_wait_seconds,
+            patience_s=self._settings.preempt_wait_seconds if for_slot else math.inf,
+            hold_s=self._settings.preempt_hold_seconds,
+            max_prompt=self._settings.max_prompt,
+            max_tokens=self._settings.max_tokens,
+            room=self._pool.room(model),
+        )
 
     def claim_one(self, model: str) -> bool:
         """Claim the best job of a model and pass it on; whether there was one."""
@@ -116,25 +173,27 @@ class Claimer:
             self._pool.note_left(model, for_memory=any(job.why == "memory" for job in claim))
             self._tell_left(model, claim)
             return False
+        self._left.pop(model, None)
         run = Run(claim)
         run.log.info("job claimed", model=model, attempt=claim.attempts, tokens=claim.tokens)
         metrics.claimed.labels(model).inc()
         metrics.queue_wait.labels(model).observe(claim.waited)
         self._runs.add(run)
+        self._yielding.claimed()
         self._on_claim(run)
         return True
 
     def _tell_left(self, model: str, left: list[Left]) -> None:
         """Say once of each job why it waits though a slot is free here."""
-        known = self._left.get(model, set())
-        self._left[model] = {job.job_id for job in left}
+        known = {job.job_id for job in self._left.get(model, [])}
+        self._left[model] = left
         for job in left:
             if job.job_id not in known:
-                is_ever = job.why == "limits"
+                has_time = job.why not in _NO_TIME
                 get_log(job=job.job_id).info(
-                    "job left to others" if is_ever else "job waits for its own geometry",
+                    "job waits for its own geometry" if has_time else "job left",
                     model=model,
-                    seconds=None if is_ever else round(job.seconds, 1),
+                    seconds=round(job.seconds, 1) if has_time else None,
                     why=_WHY_LEFT[job.why],
                 )
 
@@ -165,5 +224,7 @@ class Claimer:
             again=again,
             max_prompt=self._settings.max_prompt,
             max_tokens=self._settings.max_tokens,
+            room=self._pool.room(model),
+            alone=self._yielding.is_alone(),
         )
         return self._scripts.run(call)

@@ -48,6 +48,7 @@ class Publisher:
     Args:
         on_stop: called with a run that learned from an answer that it is to stop.
         on_ended: called with a run whose job has ended here, and its state.
+        on_trusted: called with a run that need not run apart any more.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Publisher:
         *,
         on_stop: Callable[[Run], object],
         on_ended: Callable[[Run, str], object],
+        on_trusted: Callable[[Run], object],
     ) -> None:
         self._scripts = scripts
         self._runs = runs
@@ -66,6 +68,7 @@ class Publisher:
         self._outage = outage
         self._on_stop = on_stop
         self._on_ended = on_ended
+        self._on_trusted = on_trusted
         self._changed = threading.Condition()
         self._woken = False
         self._backoff = Backoff()
@@ -214,6 +217,10 @@ class Publisher:
         else:
             run.sent = min(len(run.tokens), max(answer.tokens, 0))
             run.sent_at = time.monotonic()
+        if run.apart and not answer.apart:
+            run.log.info("job trusted again", tokens=answer.tokens)
+            run.apart = False
+            self._on_trusted(run)
         if answer.cancel and run.ask_to_stop(Stop.CANCEL):
             self._on_stop(run)
 

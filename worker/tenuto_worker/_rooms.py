@@ -196,6 +196,7 @@ class Rooms:
             self._outage,
             on_stop=lambda run: self.decoder.wake(),
             on_ended=self._job_ended,
+            on_trusted=lambda run: self.claimer.poke(),
         )
 
     def _make_collector(self) -> Collector:
@@ -272,6 +273,7 @@ class Rooms:
             holder=self._identity.name,
             reach=self._identity.reach,
             on_claim=self.pool.bring,
+            on_stop=self._runs_make_way,
         )
 
     # -- what one room tells another ---------------------------------------------------
@@ -293,6 +295,10 @@ class Rooms:
     def _run_gone(self, run: Run) -> None:
         self.pool.gone(run)
         self.claimer.poke()
+
+    def _runs_make_way(self) -> None:
+        self.decoder.wake()
+        self.pool.wake()
 
     def _run_must_stop(self, run: Run) -> None:
         self.pool.wake()

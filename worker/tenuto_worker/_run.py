@@ -44,15 +44,17 @@ class Phase(StrEnum):
 class Stop(Enum):
     """Why an attempt is to stop before its generation ends. Later ones win over earlier ones."""
 
-    DRAIN = 1
+    PREEMPT = 1
+    """Another job needs the slot more, or the worker for itself; the job is handed back."""
+    DRAIN = 2
     """The worker goes; the job is handed back."""
-    CANCEL = 2
+    CANCEL = 3
     """A user asked for it."""
-    DEADLINE = 3
+    DEADLINE = 4
     """The job's deadline passed."""
-    RUNTIME = 4
+    RUNTIME = 5
     """The job has run for as long as it may."""
-    FENCED = 5
+    FENCED = 6
     """The job belongs to somebody else now; nothing more may be written."""
 
 
@@ -72,7 +74,7 @@ class End:
 
     kind: EndKind
     reason: str = ""
-    """finish_reason of a completed one; why a released one is handed back (`drain`, `error`)."""
+    """finish_reason of a completed one; why a released one is handed back, such as `drain`."""
     text: str = ""
     """Text held back until the end."""
     error: str = ""
@@ -80,8 +82,8 @@ class End:
 
 def end_of(stop: Stop) -> End:
     """How an attempt ends that was stopped. Of a fenced one nothing is written."""
-    if stop is Stop.DRAIN:
-        return End(EndKind.RELEASED, "drain")
+    if stop in (Stop.PREEMPT, Stop.DRAIN):
+        return End(EndKind.RELEASED, stop.name.lower())
     if stop is Stop.CANCEL:
         return End(EndKind.CANCELLED)
     if stop is Stop.FENCED:
@@ -117,6 +119,8 @@ class Run:
         span: the attempt as tracing sees it.
         phase, done, total: progress, as readers see it.
         beat: when it last made progress, by the monotonic clock.
+        apart: a worker died on the job, and it is not trusted again yet: nothing else may run here.
+            Cleared by the publisher.
         row_tokens: for so many, prompt and answer, memory is reserved. Set by the pool of models.
         tokens: all tokens of the job from index 1, published or not. Appended to by its thread.
         sent: how many of them stand in the stream. Moved by the publisher.
@@ -148,6 +152,7 @@ class Run:
         self.total = 0
         self.beat = time.monotonic()
         self.row_tokens = 0
+        self.apart = claim.suspect
         self.tokens: list[Token] = []
         self.sent = 0
         self.sent_at = 0.0

@@ -24,6 +24,7 @@ from ._meta import RECORDED
 
 _NAMES = (
     "claim",
+    "preempt",
     "bind",
     "publish",
     "renew",
@@ -62,6 +63,7 @@ class Claim:
         record: fields of the job's hash that no attempt changes, or that count attempts.
         waited, age: seconds from when it was queued, and from its submit, to this claim.
         traceparent: the span that it was submitted in, as W3C writes it.
+        suspect: a worker may have died of it, so that it has to run apart.
     """
 
     fence: Fence
@@ -81,19 +83,30 @@ class Claim:
     waited: float
     age: float
     traceparent: str | None
+    suspect: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
     """A queued job that this worker has to leave to others for so many `seconds` more.
 
-    `why` is `geometry`, `checkpoints` where only those are out of reach, or `limits` of this
-    worker, for which no time is set (0 seconds).
+    `why` is `geometry`, or `checkpoints` where only those are out of reach. No time is set (0
+    seconds) for `limits` of this worker, `memory` that it has not now, and `suspect`: the job has
+    to run apart, and this worker runs others.
     """
 
     job_id: str
     seconds: float
     why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Yield:
+    """What is to make way here: the attempt of job `of`, or all (None), for the job `to`, which is
+    then a suspect."""
+
+    of: str | None
+    to: str
 
 
 class PublishStatus(StrEnum):
@@ -110,11 +123,13 @@ class PublishStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Answer to a publish: how many tokens stand in the stream, and whether a cancel is wanted."""
+    """Answer to a publish: how many tokens stand in the stream, whether a cancel is wanted, and
+    whether the job is to run apart still."""
 
     status: PublishStatus
     tokens: int
     cancel: bool
+    apart: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,17 +179,46 @@ def claim_call(
     again: bool = False,
     max_prompt: int | None = None,
     max_tokens: int | None = None,
+    room: int | None = None,
+    alone: bool = False,
 ) -> Call[Claim | list[Left]]:
     """Take the best queued job of a model. Where there is none for this worker, the answer is
     those that it has to leave to others.
 
     `again` says that a call with this nonce was made before and its answer lost. Jobs that are
-    known to have a longer prompt than `max_prompt`, or want more than `max_tokens`, are left.
+    known to have a longer prompt than `max_prompt`, want more than `max_tokens`, or both together
+    more than `room`, are left; so are suspects, unless the worker runs nothing (`alone`).
     """
     own = (holder, nonce, fingerprint, reach)
     terms = (lease_ms, exact_wait_s, int(again))
-    limits = (-1 if most is None else most for most in (max_prompt, max_tokens))
-    return Call("claim", (model, *own, *terms, *limits), _claim)
+    limits = _limits(max_prompt, max_tokens, room)
+    return Call("claim", (model, *own, *terms, *limits, int(alone)), _claim)
+
+
+def preempt_call(
+    model: str,
+    *,
+    holder: str,
+    fingerprint: str,
+    reach: str,
+    exact_wait_s: float,
+    patience_s: float,
+    hold_s: float,
+    max_prompt: int | None = None,
+    max_tokens: int | None = None,
+    room: int | None = None,
+) -> Call[Yield | None]:
+    """Which attempt of this worker is to make way for a job that waits, if any is.
+
+    Args:
+        patience_s: for how long a job waits before anything makes way for it.
+        hold_s: for how long an attempt goes on at least; doubled with each time that its job
+            made way before.
+        max_prompt, max_tokens, room: as of a claim.
+    """
+    own = (holder, fingerprint, reach, exact_wait_s)
+    limits = _limits(max_prompt, max_tokens, room)
+    return Call("preempt", (model, *own, *limits, patience_s, hold_s), _yield)
 
 
 def publish_call(fence: Fence, tokens: Sequence[Token], *, durable: int) -> Call[Published]:
@@ -249,9 +293,12 @@ def reap_call(job_id: str) -> Call[Reaped]:
     return Call("reap", (job_id,), _reaped)
 
 
-def take_back_call(job_id: str, holder: str) -> Call[str]:
-    """Requeue a running job of this holder's dead predecessor; `foreign` if it is not its."""
-    return Call("take_back", (job_id, holder), _word)
+def take_back_call(job_id: str, holder: str, *, crashed: bool = False) -> Call[str]:
+    """Requeue a running job of this holder's dead predecessor; `foreign` if it is not its.
+
+    `crashed` says that it died by itself, so that each of its jobs may be the cause.
+    """
+    return Call("take_back", (job_id, holder, int(crashed)), _word)
 
 
 def depth_call(model: str) -> Call[Depth]:
@@ -391,9 +438,9 @@ class JobScripts:
         """Requeue a running job without a lease. Returns `alive` or the state it is in now."""
         return self.run(reap_call(job_id)).state
 
-    def take_back(self, job_id: str, holder: str) -> str:
+    def take_back(self, job_id: str, holder: str, *, crashed: bool = False) -> str:
         """Requeue a running job of this holder's dead predecessor; `foreign` if it is not its."""
-        return self.run(take_back_call(job_id, holder))
+        return self.run(take_back_call(job_id, holder, crashed=crashed))
 
     def expire(self, limit: int = 100) -> list[str]:
         """Remove ended jobs whose retention is over; returns their ids."""
@@ -406,6 +453,10 @@ class JobScripts:
     def recover(self, *arguments: Argument) -> str:
         """Put a job back; what `recover.lua` says. Returns `recovered`, or `there` if it is."""
         return self.run(Call("recover", arguments, _word))
+
+    def suspects(self, model: str) -> int:
+        """How many queued jobs of a model have to run apart."""
+        return int(cast(int, self._client.zcard(self._keys.suspects(model))))
 
     def mend_tickets(self, model: str) -> int:
         """Add tickets that are missing, up to 250; returns how many were added."""
@@ -425,8 +476,8 @@ def _ids(reply: list[bytes]) -> list[str]:
 
 
 def _published(reply: list[Any]) -> Published:
-    status, count, cancel = reply
-    return Published(PublishStatus(status.decode()), count, bool(cancel))
+    status, count, cancel, apart = reply
+    return Published(PublishStatus(status.decode()), count, bool(cancel), bool(apart))
 
 
 def _renewed(reply: list[Any]) -> Renewed:
@@ -477,4 +528,16 @@ def _claim(reply: list[Any]) -> Claim | list[Left]:
         waited=before_claim(b"queued_at"),
         age=before_claim(b"created_at"),
         traceparent=text(b"traceparent"),
+        suspect=b"suspect" in fields,
     )
+
+
+def _limits(*most: int | None) -> tuple[int, ...]:
+    return tuple(-1 if each is None else each for each in most)
+
+
+def _yield(reply: list[bytes]) -> Yield | None:
+    if not reply:
+        return None
+    kind, *ids = (each.decode() for each in reply)
+    return Yield(ids[0], ids[1]) if kind == "yield" else Yield(None, ids[0])

@@ -20,8 +20,14 @@ from ._redis import Patience
 from ._scripts import JobScripts
 
 
-def take_back(client: redis.Redis, keys: Keys, holder: str, patience: Patience) -> list[str]:
-    """Requeue the running jobs of `holder`; returns their ids."""
+def take_back(
+    client: redis.Redis, keys: Keys, holder: str, patience: Patience, *, crashed: bool = False
+) -> list[str]:
+    """Requeue the running jobs of `holder`; returns their ids.
+
+    `crashed` says that it died by itself. Any of its jobs may be the cause, so they run apart
+    until they get on.
+    """
     scripts = JobScripts(client, keys)
 
     def patiently(call: Any) -> Any:
@@ -30,7 +36,7 @@ def take_back(client: redis.Redis, keys: Keys, holder: str, patience: Patience) 
     taken = []
     for job in patiently(partial(client.zrange, keys.running(), 0, -1)):
         job_id = job.decode()
-        state = patiently(partial(scripts.take_back, job_id, holder))
+        state = patiently(partial(scripts.take_back, job_id, holder, crashed=crashed))
         if state != "foreign":
             metrics.taken_back.inc()
             get_log(job=job_id).warning("job taken back", state=state, lost_by=holder)

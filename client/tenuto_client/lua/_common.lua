@@ -5,6 +5,10 @@
 local TICKET_PAYLOAD = ARGV[2]
 local TICKET_TTL_MS = 30 * 24 * 3600 * 1000
 local MAX_STALLS = 3
+-- New tokens, and seconds with fewer, after which a job that a worker died on is trusted again; a second time it takes more.
+-- The first is more than what a worker may have computed and not published when it died.
+local TRUST = { { tokens = 32, few = 2, seconds = 2 }, { tokens = 128, few = 8, seconds = 10 } }
+local CALM_TOKENS = 256
 -- Memory of Redis, measured (tests/client/test_usage.py): a job's keys, a token in an entry of its own, a top logprob of
 -- it, and an entry beyond its payload. Real use stays below.
 local JOB_BYTES = 8192
@@ -116,6 +120,7 @@ local function enqueue(id)
   end
   local due = due_at(id)
   if due then redis.call('ZADD', key_due(), string.format('%.3f', due), id) end
+  if get(id, 'suspect') then redis.call('ZADD', key_suspects(model), seq, id) end
   add_ticket(model, id .. ':' .. epoch)
   nudge('queued', model)
 end
@@ -129,6 +134,7 @@ local function dequeue(id)
     redis.call('ZREM', key_queue(model), lane)
   end
   redis.call('ZREM', key_due(), id)
+  redis.call('ZREM', key_suspects(model), id)
 end
 
 -- The seconds of an attempt that ends now count towards max_runtime.
@@ -160,8 +166,10 @@ local function finish(id, state, finish_reason, text, error_text)
   local job = key_job(id)
   add_runtime(id)
   redis.call('HSET', job, 'state', state, 'finished_at', stamp())
-  redis.call('HDEL', job, 'nonce', 'cancel', 'phase', 'phase_done', 'phase_total')
-  if state == 'completed' then redis.call('HDEL', job, 'checkpoint_error') end
+  redis.call('HDEL', job, 'nonce', 'cancel', 'phase', 'phase_done', 'phase_total', 'yield_at', 'room_at')
+  if state == 'completed' then
+    redis.call('HDEL', job, 'checkpoint_error', 'suspect', 'crashes', 'calm_at', 'apart_at')
+  end
   if finish_reason ~= '' then redis.call('HSET', job, 'finish_reason', finish_reason) end
   if error_text ~= '' then redis.call('HSET', job, 'error', error_text) end
   redis.call('DEL', key_lease(id))
@@ -195,7 +203,8 @@ local function requeue(id, reason)
   end
   local epoch = redis.call('HINCRBY', job, 'epoch', 1)
   redis.call('HSET', job, 'state', 'queued', 'queued_at', stamp())
-  redis.call('HDEL', job, 'nonce', 'phase', 'phase_done', 'phase_total', 'checkpoint_error')
+  redis.call('HDEL', job, 'nonce', 'phase', 'phase_done', 'phase_total', 'checkpoint_error', 'yield_at',
+    'apart_at')
   redis.call('DEL', key_lease(id))
   redis.call('ZREM', key_running(), id)
   emit(id, { type = 'state', state = 'queued', epoch = epoch, reason = reason })
@@ -236,6 +245,35 @@ local function attempt_died(id, reason, error_text)
   return requeue(id, reason)
 end
 
+-- A worker died and may have died of this job: until it is trusted again it runs apart from all others.
+local function suspect(id)
+  local job = key_job(id)
+  local tokens = get(id, 'tokens')
+  redis.call('HSET', job, 'suspect', tokens, 'calm_at', tonumber(tokens) + CALM_TOKENS)
+  redis.call('HDEL', job, 'apart_at')
+  redis.call('HINCRBY', job, 'crashes', 1)
+end
+
+-- The job has got on to so many tokens. Returns 1 while it is to run apart.
+local function trust(id, tokens)
+  local job = key_job(id)
+  local since, crashes, calm_at, apart_at =
+    unpack(redis.call('HMGET', job, 'suspect', 'crashes', 'calm_at', 'apart_at'))
+  if calm_at and tokens >= tonumber(calm_at) then redis.call('HDEL', job, 'crashes', 'calm_at') end
+  if not since then return 0 end
+  local new = tokens - tonumber(since)
+  if new <= 0 then return 1 end
+  if not apart_at then
+    apart_at = stamp()
+    redis.call('HSET', job, 'apart_at', apart_at)
+  end
+  local terms = TRUST[math.min(tonumber(crashes or 1), #TRUST)]
+  local is_long = new >= terms.few and now() - tonumber(apart_at) >= terms.seconds
+  if new < terms.tokens and not is_long then return 1 end
+  redis.call('HDEL', job, 'suspect', 'apart_at')
+  return 0
+end
+
 -- A new token or prefill chunk: this attempt will not count against the job.
 local function progressed(id)
   redis.call('HSET', key_job(id), 'moved', 1, 'stalls', 0)
@@ -266,4 +304,23 @@ local function remove(id)
   -- What is missing without having been removed was lost: its checkpoints are kept.
   redis.call('ZADD', key_removed(), now(), id)
   redis.call('ZREMRANGEBYSCORE', key_removed(), '-inf', now() - 86400)
+end
+
+-- Why a worker may not take a queued job now, and for how many seconds; nil when it may. `terms` are its max_prompt, max_tokens
+-- and room in tokens (negative or absent is no limit), fingerprint, reach and exact_wait.
+local function unfit(id, terms)
+  local mine, where, queued_at, tokens, prompt, wanted = unpack(redis.call('HMGET', key_job(id),
+    'fingerprint', 'reach', 'queued_at', 'tokens', 'prompt_tokens', 'max_tokens'))
+  prompt, wanted = tonumber(prompt or 0), tonumber(wanted)
+  local function is_over(value, most)
+    most = tonumber(most or -1)
+    return most >= 0 and value > most
+  end
+  if is_over(prompt, terms.max_prompt) or is_over(wanted, terms.max_tokens) then return 'limits', 0 end
+  local wait = terms.exact_wait - (now() - tonumber(queued_at))
+  local is_home = mine == terms.fingerprint and (tokens == '0' or where == terms.reach)
+  if mine and not is_home and wait > 0 then
+    return mine == terms.fingerprint and 'checkpoints' or 'geometry', wait
+  end
+  if is_over(prompt + wanted, terms.room) then return 'memory', 0 end
 end

@@ -1,14 +1,15 @@
--- Take the best queued job of a model: highest priority, then tenants in turn, then age.
+-- Take the best queued job of a model: suspects, if nothing else runs here; then highest priority, then tenants in turn, then age.
 -- A: model, holder, nonce, fingerprint, reach, lease in ms, exact_wait in s, 1 when this nonce was tried before,
--- max_prompt and max_tokens of this worker (-1 is no limit)
+-- max_prompt and max_tokens of this worker, tokens for which it has memory now (-1 is no limit), 1 when it runs nothing
 -- A job that has begun is left for exact_wait to workers of its own fingerprint and checkpoint reach.
 -- Returns 'job', the id of this data set, the ids of the earlier ones whose checkpoints may be used, and the
 -- fields of the job's hash. Where there is no job for this worker: an empty list; or 'left' and,
 -- of up to 16 jobs that it has to leave to others, three values each: id, seconds for which it still must (0: as long as they
--- want), 'geometry', 'checkpoints' or 'limits' as the reason.
+-- want), 'geometry', 'checkpoints', 'limits', 'memory' or 'suspect' as the reason.
 local model, holder, nonce, fingerprint, reach = A[1], A[2], A[3], A[4], A[5]
 local lease_ms, exact_wait = A[6], tonumber(A[7])
-local max_prompt, max_tokens = tonumber(A[9] or -1), tonumber(A[10] or -1)
+local terms = { max_prompt = A[9], max_tokens = A[10], room = A[11], fingerprint = fingerprint, reach = reach, exact_wait = exact_wait }
+local alone = A[12] == '1'
 local at = now()
 local left = {}
 
@@ -25,16 +26,10 @@ local function leave(id, seconds, why)
   return false
 end
 
-local function is_more(value, most) return most >= 0 and tonumber(value or 0) > most end
-
 local function suits(id)
-  local mine, where, queued_at, tokens, prompt, wanted = unpack(redis.call('HMGET', key_job(id),
-    'fingerprint', 'reach', 'queued_at', 'tokens', 'prompt_tokens', 'max_tokens'))
-  if is_more(prompt, max_prompt) or is_more(wanted, max_tokens) then return leave(id, 0, 'limits') end
-  local wait = exact_wait - (at - tonumber(queued_at))
-  if not mine or wait <= 0 then return true end
-  if mine == fingerprint and (tokens == '0' or where == reach) then return true end
-  return leave(id, wait, mine == fingerprint and 'checkpoints' or 'geometry')
+  local why, seconds = unfit(id, terms)
+  if not why and not alone and get(id, 'suspect') then why = 'suspect' end
+  return not why or leave(id, seconds or 0, why)
 end
 
 local function take(id, lane, priority)
@@ -46,7 +41,7 @@ local function take(id, lane, priority)
   local epoch = redis.call('HGET', job, 'epoch')
   redis.call('HSET', job, 'state', 'running', 'worker', holder, 'nonce', nonce,
     'claimed_at', stamp(), 'moved', 0)
-  redis.call('HDEL', job, 'queue_until')
+  redis.call('HDEL', job, 'queue_until', 'room_at')
   redis.call('HSETNX', job, 'started_at', stamp())
   redis.call('HSETNX', job, 'durable', 0)
   redis.call('HINCRBY', job, 'attempts', 1)
@@ -60,6 +55,15 @@ end
 if A[8] == '1' then -- the answer to an earlier call may have been lost on its way
   for _, id in ipairs(redis.call('ZRANGE', key_running(), 0, -1)) do
     if get(id, 'nonce') == nonce then return answer(id) end
+  end
+end
+
+if alone then
+  for _, id in ipairs(redis.call('ZRANGE', key_suspects(model), 0, 63)) do
+    if not end_if_late(id) and suits(id) then
+      local priority, tenant = unpack(redis.call('HMGET', key_job(id), 'priority', 'tenant'))
+      return take(id, priority .. ':' .. tenant, priority)
+    end
   end
 end
 
