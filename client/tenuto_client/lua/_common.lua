@@ -151,7 +151,7 @@ local function too_late(id)
   local deadline, queue_until, queue_ttl, max_runtime, ran = unpack(redis.call('HMGET', key_job(id),
     'deadline', 'queue_until', 'queue_ttl', 'max_runtime', 'ran'))
   if deadline and tonumber(deadline) <= now() then
-    return 'deadline: it passed while the job was queued'
+    return 'deadline: it passed before the job was done'
   end
   if queue_until and tonumber(queue_until) <= now() then
     return 'queue_ttl: no worker had started the job after ' .. queue_ttl .. ' s'
