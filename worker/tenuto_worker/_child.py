@@ -52,11 +52,13 @@ class Brief:
         settings: as JSON.
         identity: the worker's name, and the lock that the child inherits.
         first: no child of this supervisor has run before, so Redis must be there now.
+        crashed: how the one before died by itself; "" if there was none, or it was asked to end.
     """
 
     settings: str
     identity: Identity
     first: bool
+    crashed: str = ""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -64,16 +66,21 @@ class Brief:
     @classmethod
     def from_json(cls, line: str) -> Self:
         values = json.loads(line)
-        return cls(values["settings"], Identity(**values["identity"]), values["first"])
+        return cls(
+            values["settings"], Identity(**values["identity"]), values["first"], values["crashed"]
+        )
 
 
 class Child:
     """One incarnation of a worker."""
 
-    def __init__(self, settings: WorkerSettings, identity: Identity, *, first: bool) -> None:
+    def __init__(
+        self, settings: WorkerSettings, identity: Identity, *, first: bool, crashed: str = ""
+    ) -> None:
         self._settings = settings
         self._identity = identity
         self._first = first
+        self._crashed = crashed
         self._log = get_log()
         self._outage = Outage(reviver(settings.data_dir) if settings.embedded else None)
         self._patience = Patience(self._outage)
@@ -137,7 +144,13 @@ class Child:
             reach(client, self._settings.redis_url)
         else:
             self._patience(client.ping, until=lambda: False, beat=lambda: None)
-        take_back(client, Keys(self._settings.namespace), self._identity.name, self._patience)
+        take_back(
+            client,
+            Keys(self._settings.namespace),
+            self._identity.name,
+            self._patience,
+            crashed=bool(self._crashed),
+        )
         for weakness in weaknesses(client):
             self._log.warning("redis may lose jobs", setting=weakness)
         client.close()
@@ -240,8 +253,9 @@ def main() -> NoReturn:
         log.critical("worker lock not held")
         leave(EXIT_BROKEN)
     log.info("worker starting", redis=redacted(settings.redis_url), data_dir=str(settings.data_dir))
+    child = Child(settings, brief.identity, first=brief.first, crashed=brief.crashed)
     try:
-        leave(asyncio.run(Child(settings, brief.identity, first=brief.first).main()))
+        leave(asyncio.run(child.main()))
     except StartError as error:
         log.critical("worker cannot start", error=str(error))
         leave(error.exit_code)

@@ -43,6 +43,7 @@ class Supervisor:
         self._child: subprocess.Popen[bytes] | None = None
         self._stopped_at: float | None = None
         self._pause = 0.0
+        self._crashed = ""
         self._signals = _Signals()
 
     def run(self) -> int:
@@ -57,6 +58,7 @@ class Supervisor:
                 if code == EXIT_CONFIG or (code == EXIT_REDIS and first):
                     return code
                 first = False
+                self._crashed = "" if code in (0, EXIT_REDIS) else _how(code)
                 self._tell_death(code)
                 if not self._rest(time.monotonic() - began):
                     return 0
@@ -88,7 +90,7 @@ class Supervisor:
             process_group=0,
         )
         assert child.stdin is not None
-        brief = Brief(self._settings.to_json(), self._identity, first)
+        brief = Brief(self._settings.to_json(), self._identity, first, self._crashed)
         # Its end, not ours, if it died already.
         with contextlib.suppress(BrokenPipeError):
             child.stdin.write(brief.to_json().encode() + b"\n")
@@ -135,9 +137,8 @@ class Supervisor:
         return 128 - code if code < 0 else code
 
     def _tell_death(self, code: int) -> None:
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
         hint = "out of memory?" if code == -signal.SIGKILL else None
-        self._log.error("child died", how=how, hint=hint)
+        self._log.error("child died", how=_how(code), hint=hint)
 
     def _rest(self, lived: float) -> bool:
         """Wait before the next child, longer each time it dies early; False to stop instead."""
@@ -149,6 +150,10 @@ class Supervisor:
         while self._stopped_at is None and (left := end - time.monotonic()) > 0:
             self._handle(self._signals.wait(left))
         return self._stopped_at is None
+
+
+def _how(code: int) -> str:
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 class _Signals:
