@@ -3,15 +3,46 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import redis
 
 from job_queue import JobQueue
 from servers import RealServer
 from step_worker import StepWorker
+from tenuto_worker._errors import RedisAway
 from tiny_models import build_tiny_model
 from workers import poll_until
+
+
+def test_an_outage_that_only_another_thread_has_seen_puts_off_the_reaping(
+    server: RealServer, tmp_path: Path
+) -> None:
+    jobs = JobQueue(server.url, "tenuto:")
+    model = build_tiny_model(tmp_path / "model")
+    job = jobs.submit()
+    with StepWorker(server.url, "tenuto:", model, tmp_path / "d", lease_seconds=0.5) as worker:
+        keeper = worker.rooms.housekeeper
+
+        def after_a_round(found: Callable[[], bool]) -> bool:
+            keeper.round()
+            return found()
+
+        poll_until(lambda: after_a_round(keeper._may_reap), "contact long enough")
+        jobs.take()
+        jobs.client.delete(jobs.keys.lease(job))
+        with pytest.raises(RedisAway):
+            worker.rooms._outage.attempt(_fail)
+        keeper.round()
+        assert jobs.state(job) == "running"
+        poll_until(lambda: after_a_round(lambda: jobs.state(job) == "queued"), "the reaping")
+    jobs.close()
+
+
+def _fail() -> None:
+    raise redis.ConnectionError("cut")
 
 
 @pytest.mark.parametrize("stall", [1.0, 2.0])

@@ -115,6 +115,9 @@ class Housekeeper:
         if answered - asked > self._settings.renew_every:
             # It stood still, so owners could not renew either.
             self._contact.broke()
+        if self._outage.failed_at > self._contact.last:
+            # Nor could ours, in an outage so short that it fell between two of our rounds.
+            self._contact.broke()
         self._contact.answered(answered)
         if not running or not self._may_reap():
             return

@@ -125,6 +125,7 @@ class Outage:
 
     Attributes:
         count: how often Redis went away.
+        failed_at: when a call of any thread last failed, by the monotonic clock.
     """
 
     def __init__(self, revive: Callable[[], int | None] | None = None) -> None:
@@ -132,6 +133,7 @@ class Outage:
         self._lock = threading.Lock()
         self._since: float | None = None
         self.count = 0
+        self.failed_at = 0.0
         self._past = 0.0
         self._revived = 0.0
         self._complaint = ""
@@ -167,7 +169,7 @@ class Outage:
 
     def _began(self, error: BaseException) -> None:
         with self._lock:
-            now = time.monotonic()
+            now = self.failed_at = time.monotonic()
             if self._since is None:
                 self._since = now
                 self.count += 1
