@@ -191,7 +191,7 @@ class JobStore:
         if word == b"busy":
             raise InvalidRequest(
                 "model",
-                f"{count(int(who), 'job')} of {model} are queued or running",
+                f"{count(int(who), 'job')} of {model} still queued or running",
                 hint="cancel or delete them first: tenuto list --model",
             )
         if word == b"unknown":

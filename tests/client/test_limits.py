@@ -254,7 +254,7 @@ async def test_a_model_is_forgotten_when_nobody_serves_it_and_nothing_waits(
         ran = await client.submit("m", "hi")
         attempt = worker.claim()
         raw.hset(keys.workers(), worker.name, pack_announcement(_silent(worker)))
-        with pytest.raises(InvalidRequest, match="2 jobs of m are queued or running"):
+        with pytest.raises(InvalidRequest, match="2 jobs of m still queued or running"):
             await client.forget_model("m")
         await ran.delete()
         with pytest.raises(InvalidRequest, match="1 job of m"):
