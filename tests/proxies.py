@@ -52,8 +52,8 @@ class _Proxy:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._listener.close()
-        self.cut()
+        self._admits = False
+        self._run(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(20)
         self._loop.close()
@@ -64,6 +64,11 @@ class _Proxy:
 
     async def _listen(self, serve: Serve) -> asyncio.Server:
         raise NotImplementedError
+
+    async def _close(self) -> None:
+        # In this order: Python 3.11 stumbles over connections that end after their listener.
+        await self._cut()
+        self._listener.close()
 
     async def _cut(self) -> None:
         for task in self._tasks:
