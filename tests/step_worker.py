@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tenuto_engine import Engine
 from tenuto_worker import Identity, WorkerSettings
 from tenuto_worker._hosted import ModelState
 from tenuto_worker._redis import Outage, Patience
@@ -63,8 +64,6 @@ class StepWorker:
         os.close(identity.lock)
         self.rooms.load()
         self.rooms.open()
-        if MODEL in self.settings.models:
-            self.engine = self.rooms.pool.engine(MODEL)
 
     def __enter__(self) -> Self:
         return self
@@ -76,6 +75,15 @@ class StepWorker:
         trace: TracebackType | None,
     ) -> None:
         self.rooms.writer.close(10)
+
+    @property
+    def engine(self) -> Engine:
+        """Of `MODEL`."""
+        return self.engine_of(MODEL)
+
+    def engine_of(self, model: str) -> Engine:
+        """Of a model that is in memory."""
+        return self.rooms.pool.engine(model)
 
     @property
     def runs(self) -> list[Run]:

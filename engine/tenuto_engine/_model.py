@@ -66,9 +66,11 @@ class LoadedModel:
         """Fresh, empty caches, one a layer."""
         return make_prompt_cache(self.model)
 
-    def decode(self, tokens: list[int]) -> str:
-        """The text of `tokens`, special ones included."""
-        return cast(str, self.tokenizer.decode(tokens))
+    @property
+    def decode(self) -> Callable[[list[int]], str]:
+        """Gives the text of tokens, special ones included."""
+        # Not a method: a sequence may be kept for long after its model was unloaded.
+        return cast(Callable[[list[int]], str], self.tokenizer.decode)
 
 
 def load(path_or_repo: StrPath) -> LoadedModel:

@@ -307,7 +307,8 @@ local function remove(id)
 end
 
 -- Why a worker may not take a queued job now, and for how many seconds; nil when it may. `terms` are its max_prompt, max_tokens
--- and room in tokens (negative or absent is no limit), fingerprint, reach and exact_wait.
+-- and room in tokens (negative or absent is no limit), fingerprint, reach and exact_wait. With `refuses`, what no living worker
+-- will ever have memory for may be taken, if it has not begun, so that it ends with the numbers instead of waiting for ever.
 local function unfit(id, terms)
   local mine, where, queued_at, tokens, prompt, wanted = unpack(redis.call('HMGET', key_job(id),
     'fingerprint', 'reach', 'queued_at', 'tokens', 'prompt_tokens', 'max_tokens'))
@@ -322,5 +323,9 @@ local function unfit(id, terms)
   if mine and not is_home and wait > 0 then
     return mine == terms.fingerprint and 'checkpoints' or 'geometry', wait
   end
-  if is_over(prompt + wanted, terms.room) then return 'memory', 0 end
+  if is_over(prompt + wanted, terms.room) then
+    local known = terms.refuses and tokens == '0' and redis.call('HGET', key_models(), get(id, 'model'))
+    local widest = known and cmsgpack.unpack(known).max_context
+    if not (widest and prompt + wanted > widest) then return 'memory', 0 end
+  end
 end
