@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
-from tenuto_client import Client, InvalidRequest
+from servers import RealServer
+from tenuto_client import Client, InvalidRequest, Keys
 from tenuto_client._endpoint import Endpoint, close_client
 
 GROUP = "redis+sentinel://me:sesame@a:1,[::1]:2,c/jobs/3?sentinel_password=open"
@@ -71,6 +75,52 @@ async def test_what_is_no_url_of_sentinels_is_refused_and_not_shown(url: str) ->
     with pytest.raises(InvalidRequest, match="redis") as refused:
         Client(url)
     assert "sesame" not in str(refused.value)
+
+
+@pytest.fixture
+def moved(tmp_path: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """A URL that first leads to one server and, once the function was called, to another.
+
+    The first is a replica from then on, and goes on answering. The function returns a client of
+    the second.
+    """
+    link = tmp_path / "s"
+    with RealServer() as old, RealServer() as new, new.client() as there:
+        link.symlink_to(old.socket)
+
+        def move() -> Any:
+            with old.client() as here:
+                here.execute_command("REPLICAOF", "127.0.0.1", "1")
+            link.unlink()
+            link.symlink_to(new.socket)
+            return there
+
+        yield f"unix://{link}", move
+
+
+def test_a_name_that_was_pointed_to_a_new_master_is_followed(
+    moved: tuple[str, Callable[[], Any]],
+) -> None:
+    url, move = moved
+    client: Any = Endpoint.parse(url).blocking()
+    client.set("a", 1)
+    there = move()
+    with pytest.raises(redis.ConnectionError, match="no master"):
+        client.eval("return redis.call('SET', 'a', '2')", 0)
+    client.set("a", 3)
+    assert there.get("a") == b"3"
+    client.close()
+
+
+async def test_a_client_that_was_connected_follows_it_without_an_error(
+    moved: tuple[str, Callable[[], Any]],
+) -> None:
+    url, move = moved
+    async with Client(url, retry_for=20) as client:
+        await client.set_limits({"max_queued": 5})
+        there = move()
+        await client.set_limits({"max_queued": 6})
+    assert b"6" in there.hgetall(Keys().limits()).values()
 
 
 @pytest.mark.parametrize("url", ["redis://a?decode_responses=yes", GROUP + "&decode_responses=yes"])
