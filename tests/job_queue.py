@@ -132,6 +132,15 @@ class JobQueue:
     def tokens(self, job_id: str) -> list[Token]:
         return self.stream(job_id)[0]
 
+    def field(self, job_id: str, name: str) -> str | None:
+        """One field of the job's hash."""
+        return self.job(job_id).get(name)
+
+    def backdate(self, job_id: str, name: str, seconds: float) -> None:
+        """Have a time of the job be so much earlier."""
+        found: Any = self.client.hget(self.keys.job(job_id), name)
+        self.client.hset(self.keys.job(job_id), name, f"{float(found) - seconds:.3f}")
+
     def lose_lease(self, job_id: str) -> None:
         """As if it had run out."""
         self.client.delete(self.keys.lease(job_id))
