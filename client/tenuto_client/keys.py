@@ -27,6 +27,7 @@ _TEMPLATES: dict[str, tuple[str, ...]] = {
     "half": ("half:", "id", ":", "built"),
     "queue": ("queue:", "model"),
     "lane": ("queue:", "model", ":", "lane"),
+    "looked": ("looked:", "model", ":", "holder"),
     "tickets": ("tickets:", "model"),
     "jobs": ("jobs",),
     "running": ("running",),
@@ -85,6 +86,11 @@ class Keys:
     def lane(self, model: str, lane: str) -> str:
         """Sorted set of the queued jobs of one priority and tenant, oldest first."""
         return self._make("lane", model, lane)
+
+    def looked(self, model: str, holder: str) -> str:
+        """String with a time to live: how far down the queue of a model a worker has looked, where
+        it had to leave all jobs before to others."""
+        return self._make("looked", model, holder)
 
     def tickets(self, model: str) -> str:
         """arq's sorted set: wake-ups for the workers of a model."""

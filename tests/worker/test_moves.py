@@ -274,6 +274,21 @@ def test_a_job_whose_deadline_passed_in_the_queue_fails_and_the_next_is_claimed(
 # -- tickets ---------------------------------------------------------------------------
 
 
+def test_jobs_that_a_worker_must_leave_hide_no_others_however_many(jobs: JobQueue) -> None:
+    first = jobs.submit()
+    others = [first, *(jobs.submit(tenant=f"t{n % 7}") for n in range(699))]
+    for job in others:
+        jobs.client.hset(jobs.keys.job(job), mapping={"fingerprint": "another", "tokens": "1"})
+    mine = jobs.submit(tenant="t3")
+
+    claims = [jobs.claim() for _ in range(4)]
+    assert [claim.fence.job_id for claim in claims if claim] == [mine]
+    assert jobs.claim() is None
+    jobs.client.hset(jobs.keys.job(first), "fingerprint", "f")
+    jobs.client.hset(jobs.keys.job(first), "reach", "dir")
+    assert jobs.take().fence.job_id == first, "the best is looked at each time"
+
+
 def test_a_job_whose_ticket_is_lost_is_claimed_all_the_same(jobs: JobQueue) -> None:
     job = jobs.submit()
     jobs.client.delete(jobs.keys.tickets(jobs.model))
