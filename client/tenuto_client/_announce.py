@@ -67,6 +67,7 @@ class WorkerInfo:
             None without a limit.
         limits: its own `max_prompt`, `max_tokens` and `max_context` of each model, where it has
             them.
+        broken: models that it could not load when it last tried, and why.
     """
 
     name: str
@@ -84,6 +85,7 @@ class WorkerInfo:
     checkpoint_bytes: int | None = None
     checkpoint_budget: int | None = None
     limits: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    broken: Mapping[str, str] = field(default_factory=dict)
 
 
 MODEL_LIMITS: Final = ("max_prompt", "max_tokens", "max_context")
@@ -91,7 +93,7 @@ MODEL_LIMITS: Final = ("max_prompt", "max_tokens", "max_context")
 
 _OPTIONAL: Final = (
     *("tokens_at_risk", "checkpoint_bytes", "checkpoint_budget"),
-    *("limits", *MODEL_LIMITS),
+    *("limits", "broken", *MODEL_LIMITS),
 )
 _NOT_SAID: Final = ("name", "workers", "queued")
 

@@ -218,6 +218,10 @@ def _worker_findings(workers: list[WorkerInfo]) -> Iterator[Finding]:
             f"{worker.name}{device}: {', '.join(worker.models)}; "
             f"{worker.running} of {worker.slots} slots in use",
         )
+        for model, reason in worker.broken.items():
+            fix = "mend or replace its files; the worker tries again by itself"
+            says = f"{worker.name} cannot load model {model}: {reason}"
+            yield Finding(Level.PROBLEM, "model", says, fix)
 
 
 async def _queues(connection: Connection, keys: Keys, workers: list[WorkerInfo]) -> list[Finding]:

@@ -16,6 +16,7 @@ import pytest
 
 from job_queue import JobQueue
 from step_worker import StepWorker
+from tenuto_client import unpack_worker
 from tenuto_engine import Engine, model_facts
 from tenuto_worker._errors import ConfigError
 from tenuto_worker._hosted import Hosted, ModelState
@@ -298,6 +299,16 @@ def test_nothing_is_claimed_for_a_model_that_was_found_broken(shop: Shop, budget
     worker.publish()
     assert not worker.rooms.claimer.has_slot("c")
     assert worker.rooms.claimer.has_slot("a")
+
+
+def test_a_worker_announces_which_models_it_cannot_load(shop: Shop) -> None:
+    damage(shop.folders["a"])
+    shop.worker()
+    client, keys = shop.queues["a"].client, shop.queues["a"].keys
+    packed: Any = client.hget(keys.workers(), "host-dir-0")
+    broken = unpack_worker("host-dir-0", packed).broken
+    assert list(broken) == ["a"]
+    assert "model.safetensors" in broken["a"]
 
 
 def test_a_model_whose_files_were_mended_is_loaded_again(shop: Shop, budget: Budget) -> None:

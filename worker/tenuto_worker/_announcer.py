@@ -68,6 +68,7 @@ class Announcer:
     Args:
         own_limits: `max_prompt`, `max_tokens` and `max_context` of a model on this worker, where
             there are.
+        broken: the models that could not be loaded, and why.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Announcer:
         budget: DiskBudget,
         *,
         own_limits: Callable[[str], Mapping[str, int]],
+        broken: Callable[[], Mapping[str, str]],
     ) -> None:
         self._client = client
         self._keys = keys
@@ -90,6 +92,7 @@ class Announcer:
         self._runs = runs
         self._namespace = namespace
         self._own_limits = own_limits
+        self._broken = broken
         self._models: dict[str, ModelInfo] = {}
         self._device = ""
         self._started_at = 0.0
@@ -149,6 +152,7 @@ class Announcer:
             tokens_at_risk=sum(run.at_risk for run in self._runs.all()),
             checkpoint_bytes=self._budget.used(),
             checkpoint_budget=self._budget.limit,
+            broken=self._broken(),
             limits={name: limits for name in self._models if (limits := self._own_limits(name))},
         )
 

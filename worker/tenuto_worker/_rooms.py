@@ -73,6 +73,7 @@ class Rooms:
             self.runs,
             self._namespace,
             self.collector.budget,
+            broken=self.pool.broken,
             own_limits=lambda model: {
                 name: limit
                 for name in MODEL_LIMITS
