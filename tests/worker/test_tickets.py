@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 import redis.asyncio
+from redis.asyncio.sentinel import SentinelManagedConnection, SentinelManagedSSLConnection
 
 from job_queue import MODEL, JobQueue
 from servers import RealServer
@@ -93,6 +94,8 @@ async def test_a_reader_survives_a_server_that_is_gone_for_a_while(server: RealS
         ("redis://host:1/2?decode_responses=true", redis.asyncio.Connection),
         ("rediss://user:p%40ss@host:1/2", redis.asyncio.SSLConnection),
         ("unix:///a/socket?db=2", redis.asyncio.UnixDomainSocketConnection),
+        ("redis+sentinel://user:p%40ss@a,b/jobs/2", SentinelManagedConnection),
+        ("rediss+sentinel://user:p%40ss@a,b/jobs/2", SentinelManagedSSLConnection),
     ],
 )
 async def test_every_kind_of_url_is_read_as_the_client_reads_it(
@@ -101,7 +104,7 @@ async def test_every_kind_of_url_is_read_as_the_client_reads_it(
     tickets = Tickets(url, jobs.keys, [MODEL], poke=lambda: None, has_slot=lambda model: True)
     pool = tickets._reader(MODEL).pool.connection_pool
 
-    assert pool.connection_class is connection
+    assert issubclass(pool.connection_class, connection)
     assert pool.connection_kwargs["db"] == 2
     for each in (pool, connect(url).connection_pool):
         assert each.connection_kwargs.get("decode_responses") is False
