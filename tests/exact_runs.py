@@ -329,6 +329,7 @@ def worker_of(
     *flags: str,
     slots: int = 2,
     lease: float = 2.0,
+    environ: Mapping[str, str] | None = None,
 ) -> WorkerProcess:
     """A worker of all the models, with checkpoints often enough to matter."""
     (first, folder), *others = models.items()
@@ -342,6 +343,7 @@ def worker_of(
         namespace=namespace,
         lease=lease,
         flags=(*more, *flags),
+        environ=environ,
     )
 
 

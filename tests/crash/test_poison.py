@@ -1,0 +1,61 @@
+"""A job that kills its worker: it ends, and takes its neighbours down once at most."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exact_runs import Case, Models, References, Scene, worker_of
+from tenuto_client import SyncClient
+from workers import WorkerProcess, poll_until
+
+SITE = Path(__file__).parent / "poison_site"
+SEED = 666
+
+
+@pytest.mark.parametrize("token", [0, 50])
+def test_a_poison_job_ends_failed_and_its_neighbours_are_hit_once_and_exact(
+    token: int,
+    models: Models,
+    cases: tuple[Case, ...],
+    references: References,
+    redis_url: str,
+    namespace: str,
+    tmp_path: Path,
+) -> None:
+    environ = {"PYTHONPATH": str(SITE), "POISON_SEED": str(SEED), "POISON_TOKEN": str(token)}
+    with (
+        worker_of(models, redis_url, namespace, tmp_path, environ=environ) as worker,
+        SyncClient(redis_url, namespace=namespace) as client,
+        Scene(redis_url, namespace, cases) as scene,
+    ):
+        worker.wait_ready()
+        scene.submit()
+        scene.wait_tokens(60)
+        poison = client.submit("llama", "Tell me.", seed=SEED, ignore_eos=True, max_tokens=400)
+        scene.assert_exact(references)
+        poll_until(lambda: poison.status().state.is_over, "the poison job's end", timeout=120)
+        record = poison.status()
+        assert record.state == "failed"
+        assert record.error is not None
+        assert record.error.count("died") == 3
+        victims = [innocents_at(worker, poison.id, death) for death in deaths(worker)]
+        assert len(victims) == 3
+        # The first crash may hit all of them; from then on the bad one is by itself.
+        assert not any(victims[1:])
+
+
+def deaths(worker: WorkerProcess) -> list[int]:
+    """At which line of the log each child died."""
+    return [place for place, line in enumerate(worker.lines()) if line["event"] == "child died"]
+
+
+def innocents_at(worker: WorkerProcess, poison: str, death: int) -> set[str]:
+    """Whom a death hit besides the poison job: who had a row, and was taken back for it."""
+    after: list[dict[str, Any]] = worker.lines()[death:]
+    ready = next(
+        (place for place, line in enumerate(after) if line["event"] == "worker ready"), len(after)
+    )
+    return {line["job"] for line in after[:ready] if line["event"] == "job taken back"} - {poison}
