@@ -158,6 +158,7 @@ def _terms() -> dict[str, Any]:
         "reach": "dir",
         "lease_ms": 60_000,
         "exact_wait_s": 30.0,
+        "alone": True,
     }
 
 
