@@ -146,7 +146,11 @@ class Lives(RuleBasedStateMachine):
         self.fences.append(claim.fence)
 
     @precondition(lambda self: self.fences)
-    @rule(data=st.data(), skip=st.sampled_from([0, 0, 0, -2, -1, 1]), count=st.sampled_from([1, 2, 3, 40]))
+    @rule(
+        data=st.data(),
+        skip=st.sampled_from([0, 0, 0, -2, -1, 1]),
+        count=st.sampled_from([1, 2, 3, 40]),
+    )
     def publish(self, data: st.DataObject, skip: int, count: int) -> None:
         fence = self._fence(data)
         have = len(self.job.tokens) if self.job else 0

@@ -155,6 +155,19 @@ def test_one_job_makes_way_for_one_job_over_all_workers(jobs: JobQueue, start: S
     assert asked(second) == [lowest]
 
 
+def test_what_may_not_make_way_yet_gives_no_slot_of_the_same_priority(
+    jobs: JobQueue, start: Start
+) -> None:
+    worker = start(slots=2)
+    jobs.submit(priority=5)
+    begin_one_more(worker)
+    jobs.submit(priority=-1)
+    turn(worker)  # it has no token yet
+    jobs.submit(priority=5)
+    turn(worker)
+    assert asked(worker) == []
+
+
 def test_where_the_worker_of_the_lowest_does_not_act_another_makes_way(
     jobs: JobQueue, start: Start
 ) -> None:
@@ -321,6 +334,10 @@ def test_a_suspect_that_waits_for_long_empties_one_busy_worker(
     turn(third)
     assert len(asked(second)) == 1
     assert asked(third) == []
+    # Nothing is taken meanwhile, though a slot is free.
+    jobs.submit()
+    turn(second)
+    assert len(second.runs) == 1
     second.settle()
     turn(second)
     assert second.run.job_id == suspect
@@ -375,3 +392,19 @@ def test_three_times_with_an_error_each_ends_a_job_and_nothing_else_counts(
     error = jobs.field(job, "error")
     assert error is not None
     assert all(f"error {number}" in error for number in range(3))
+
+
+# -- memory ----------------------------------------------------------------------------
+
+
+def test_what_needs_much_memory_gets_its_turn_before_what_came_later(jobs: JobQueue) -> None:
+    large = jobs.submit(max_tokens=500)
+    small = jobs.submit(max_tokens=50)
+    terms: dict[str, Any] = {"room": 100, "room_alone": 600, "alone": False, "memory_wait_s": 30.0}
+    jobs.backdate(large, "queued_at", 31)
+    assert [(left.job_id, left.why) for left in jobs.leave(**terms)] == [(large, "memory")]
+    # Where it could never fit, it keeps nobody waiting; nor does it before its time.
+    assert jobs.take(**terms | {"room_alone": 400}).fence.job_id == small
+    later = jobs.submit(max_tokens=50)
+    assert jobs.take(**terms | {"memory_wait_s": 60.0}).fence.job_id == later
+    assert jobs.take(room=600, room_alone=600, alone=True).fence.job_id == large

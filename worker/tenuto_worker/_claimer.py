@@ -226,5 +226,7 @@ class Claimer:
             max_tokens=self._settings.max_tokens,
             room=self._pool.room(model),
             alone=self._yielding.is_alone(),
+            room_alone=self._pool.max_context(model),
+            memory_wait_s=self._settings.memory_wait_seconds,
         )
         return self._scripts.run(call)

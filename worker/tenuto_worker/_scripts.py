@@ -181,18 +181,23 @@ def claim_call(
     max_tokens: int | None = None,
     room: int | None = None,
     alone: bool = False,
+    room_alone: int | None = None,
+    memory_wait_s: float = 30.0,
 ) -> Call[Claim | list[Left]]:
     """Take the best queued job of a model. Where there is none for this worker, the answer is
     those that it has to leave to others.
 
     `again` says that a call with this nonce was made before and its answer lost. Jobs that are
     known to have a longer prompt than `max_prompt`, want more than `max_tokens`, or both together
-    more than `room`, are left; so are suspects, unless the worker runs nothing (`alone`).
+    more than `room`, are left; so are suspects, unless the worker runs nothing (`alone`). What has
+    waited for memory for longer than `memory_wait_s`, and is within `room_alone`, which the worker
+    has when it runs nothing, keeps what stands behind it from being taken.
     """
     own = (holder, nonce, fingerprint, reach)
     terms = (lease_ms, exact_wait_s, int(again))
     limits = _limits(max_prompt, max_tokens, room)
-    return Call("claim", (model, *own, *terms, *limits, int(alone)), _claim)
+    patience = (*_limits(room_alone), memory_wait_s)
+    return Call("claim", (model, *own, *terms, *limits, int(alone), *patience), _claim)
 
 
 def preempt_call(

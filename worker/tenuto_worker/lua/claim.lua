@@ -1,6 +1,7 @@
 -- Take the best queued job of a model: suspects, if nothing else runs here; then highest priority, then tenants in turn, then age.
 -- A: model, holder, nonce, fingerprint, reach, lease in ms, exact_wait in s, 1 when this nonce was tried before,
--- max_prompt and max_tokens of this worker, tokens for which it has memory now (-1 is no limit), 1 when it runs nothing
+-- max_prompt and max_tokens of this worker, tokens for which it has memory now (-1 is no limit), 1 when it runs nothing,
+-- tokens for which it has memory then, and for how many seconds a job waits for memory before nothing is taken in front of it
 -- A job that has begun is left for exact_wait to workers of its own fingerprint and checkpoint reach.
 -- Returns 'job', the id of this data set, the ids of the earlier ones whose checkpoints may be used, and the
 -- fields of the job's hash. Where there is no job for this worker: an empty list; or 'left' and,
@@ -10,6 +11,8 @@ local model, holder, nonce, fingerprint, reach = A[1], A[2], A[3], A[4], A[5]
 local lease_ms, exact_wait = A[6], tonumber(A[7])
 local terms = { max_prompt = A[9], max_tokens = A[10], room = A[11], refuses = true, fingerprint = fingerprint, reach = reach, exact_wait = exact_wait }
 local alone = A[12] == '1'
+local most, memory_wait = tonumber(A[13] or -1), tonumber(A[14] or 0)
+local keep_room = false
 local at = now()
 local left = {}
 
@@ -26,8 +29,16 @@ local function leave(id, seconds, why)
   return false
 end
 
+-- A job that needs much memory would never get it while others keep coming: after a while its turn is kept.
+local function may_fit_later(id)
+  local prompt, wanted, queued_at = unpack(redis.call('HMGET', key_job(id), 'prompt_tokens', 'max_tokens', 'queued_at'))
+  local is_possible = most < 0 or tonumber(prompt or 0) + tonumber(wanted) <= most
+  return is_possible and at - tonumber(queued_at) > memory_wait
+end
+
 local function suits(id)
   local why, seconds = unfit(id, terms)
+  if why == 'memory' and not alone and may_fit_later(id) then keep_room = true end
   if not why and not alone and get(id, 'suspect') then why = 'suspect' end
   return not why or leave(id, seconds or 0, why)
 end
@@ -77,6 +88,7 @@ local function look(passed, most)
       local priority = string.match(lane, '^(-?%d+):')
       for _, id in ipairs(redis.call('ZRANGE', key_lane(model, lane), passed, passed + most - 1)) do
         if not end_if_late(id) and suits(id) then return take(id, lane, priority), false end
+        if keep_room then return nil, true end
         most = most - 1
       end
       if most == 0 then return nil, false end
