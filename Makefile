@@ -80,6 +80,11 @@ bench-checkpoints: $(READY) ## What checkpoints cost, and how quickly they are r
 bench-load: $(READY) ## 5,000 queued jobs, 200 readers, 8 slots: latency, memory, turns, and what the queue costs
 	$(BIN)/python tests/bench/load.py $(ARGS)
 
+.PHONY: chaos
+chaos: $(READY) ## Kill, stop and restart everything for MINUTES=30 by SEED=, and check every job
+	PYTHONPATH=tests $(BIN)/python -m crash.chaos --minutes $(or $(MINUTES),30) $(if $(SEED),--seed $(SEED)) \
+		--report tests/crash/chaos/REPORT.md $(ARGS)
+
 .PHONY: compat
 compat: $(CLIENT_VENVS)/oldest/.ready $(CLIENT_VENVS)/newest/.ready ## Test the client alone, without MLX, on the oldest and newest redis-py
 	@for version in oldest newest; do \

@@ -104,11 +104,14 @@ class _Proxy:
 
 
 class CutProxy(_Proxy):
-    """A connection that breaks when a test says so, while the server is well."""
+    """A connection that breaks when a test says so, while the server is well.
 
-    def __init__(self, server: Path) -> None:
+    `name` tells several of one server apart.
+    """
+
+    def __init__(self, server: Path, name: str = "cut") -> None:
         super().__init__(server)
-        self._socket = server.with_name(f"{server.name}-cut")
+        self._socket = server.with_name(f"{server.name}-{name}")
         self.url = f"unix://{self._socket}"
 
     def refuse(self) -> None:

@@ -1,12 +1,14 @@
-"""Read by Python at the start of a worker of `test_poison.py`: one job kills the process.
+"""Read by Python at the start of a worker: a job kills the process, and the disk is full at times.
 
-The job of the seed `POISON_SEED` does so when the decode thread has its token number
-`POISON_TOKEN`; 0 is when it gets its row.
+The job of the seed `POISON_SEED` does the first when the decode thread has its token number
+`POISON_TOKEN`; 0 is when it gets its row. While there is a file `DISK_IS_FULL`, no checkpoint
+can be written.
 Everything else is the real worker.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -14,7 +16,7 @@ from typing import Any
 
 
 def _is_worker() -> bool:
-    return "POISON_SEED" in os.environ and "tenuto_worker._child" in " ".join(sys.orig_argv)
+    return "tenuto_worker._child" in " ".join(sys.orig_argv)
 
 
 def _poison(seed: int, index: int) -> None:
@@ -40,5 +42,25 @@ def _poison(seed: int, index: int) -> None:
     thread._take, thread._seat = poisoned_take, poisoned_seat
 
 
-if _is_worker():
+def _fill_disk(sign: str) -> None:
+    from tenuto_engine._fs import FileSystem
+
+    disk: Any = FileSystem
+    for name in ("create", "write", "write_at"):
+        setattr(disk, name, _refused_while_full(getattr(disk, name), sign))
+
+
+def _refused_while_full(call: Any, sign: str) -> Any:
+    def refused(*args: Any) -> Any:
+        # A test makes and removes the file: nothing else tells this process of it.
+        if os.access(sign, os.F_OK):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return call(*args)
+
+    return refused
+
+
+if _is_worker() and "POISON_SEED" in os.environ:
     _poison(int(os.environ["POISON_SEED"]), int(os.environ["POISON_TOKEN"]))
+if _is_worker() and "DISK_IS_FULL" in os.environ:
+    _fill_disk(os.environ["DISK_IS_FULL"])
