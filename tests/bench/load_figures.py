@@ -37,12 +37,14 @@ class Latency:
 
     Attributes:
         sent: until Redis has confirmed it.
-        read: until a reader has it, once for every reader of the token.
+        carried: from then until a reader has it, once for every reader of the token.
+        read: both together.
         last: until the last of its readers has it.
         errors: what readers got that they should not have.
     """
 
     sent: Spread
+    carried: Spread
     read: Spread
     last: Spread
     errors: tuple[str, ...]
@@ -55,6 +57,7 @@ def latency(stamps: Path, outs: Sequence[Path], since_ns: int, until_ns: int) ->
     """
     made, sent = _stamps(stamps)
     window = {key for key, at in made.items() if since_ns <= at < until_ns}
+    carried: list[float] = []
     read: list[float] = []
     last: dict[TokenKey, float] = defaultdict(float)
     errors: list[str] = []
@@ -65,9 +68,17 @@ def latency(stamps: Path, outs: Sequence[Path], since_ns: int, until_ns: int) ->
             key = (job, index)
             if key in window and made[key] >= since:
                 read.append((at - made[key]) / 1e6)
+                # A reader may have it before the worker has read the answer.
+                carried.append(max(0.0, (at - sent.get(key, at)) / 1e6))
                 last[key] = max(last[key], read[-1])
     confirmed = ((sent[key] - made[key]) / 1e6 for key in window if key in sent)
-    return Latency(Spread.of(confirmed), Spread.of(read), Spread.of(last.values()), tuple(errors))
+    return Latency(
+        Spread.of(confirmed),
+        Spread.of(carried),
+        Spread.of(read),
+        Spread.of(last.values()),
+        tuple(errors),
+    )
 
 
 def _stamps(path: Path) -> tuple[dict[TokenKey, int], dict[TokenKey, int]]:

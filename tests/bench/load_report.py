@@ -83,6 +83,7 @@ def _latency(args: argparse.Namespace, run: LoadRun) -> _Table:
     found = run.latency
     return names, [
         row("until Redis has it", found.sent, f"{cores['worker']}, {cores['Redis']}"),
+        row("from there until a reader has it", found.carried, ""),
         row("until a reader has it", found.read, cores["readers"]),
         row("until its last reader has it", found.last, ""),
     ]

@@ -236,8 +236,12 @@ class DecodeThread:
 
     def _step(self, host: Host) -> None:
         rows = {row.sequence: row for row in host.rows}
-        for event in host.engine.step():
+        events = host.engine.step()
+        for event in events:
             self._take(rows[event.sequence], event)
+        # After all of them: the first would go alone, and the others wait for its round trip.
+        for event in events:
+            self._publisher.appended(rows[event.sequence].run)
         for row in rows.values():
             self._note(row)
             if row.sequence.state.is_end:
@@ -251,7 +255,6 @@ class DecodeThread:
             Token(token.token, token.index, token.text, token.logprob, token.top_logprobs)
         )
         row.meter.token(token.index)
-        self._publisher.appended(run)
 
     def _note(self, row: _Row) -> None:
         from tenuto_engine import SequenceState
