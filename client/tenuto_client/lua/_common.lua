@@ -5,9 +5,10 @@
 local TICKET_PAYLOAD = ARGV[2]
 local TICKET_TTL_MS = 30 * 24 * 3600 * 1000
 local MAX_STALLS = 3
--- New tokens, and seconds with fewer, after which a job that a worker died on is trusted again; a second time it takes more.
+-- New tokens, and seconds with fewer, after which a job that a worker died on is trusted again; each time it takes more.
 -- The first is more than what a worker may have computed and not published when it died.
-local TRUST = { { tokens = 32, few = 2, seconds = 2 }, { tokens = 128, few = 8, seconds = 10 } }
+local TRUST = { { tokens = 32, few = 2, seconds = 2 }, { tokens = 128, few = 8, seconds = 10 },
+  { tokens = 256, few = 256, seconds = 0 } }
 local CALM_TOKENS = 256
 -- Memory of Redis, measured (tests/client/test_usage.py): a job's keys, a token in an entry of its own, a top logprob of
 -- it, and an entry beyond its payload. Real use stays below.

@@ -28,6 +28,8 @@ _PATIENCE_S = 150.0
 
 def main() -> int:
     faulthandler.register(signal.SIGUSR1)
+    # So that the workers and servers do not outlive it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     given = _arguments()
     seed = given.seed if given.seed is not None else int(time.time())
     faults = given.faults or max(1, round(given.minutes * 60 / _FAULT_EVERY_S))

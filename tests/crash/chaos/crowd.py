@@ -6,7 +6,6 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Coroutine, Sequence
-from contextlib import suppress
 from typing import Any
 
 import redis
@@ -29,6 +28,8 @@ class Crowd:
 
     Attributes:
         patrons: all that there ever were.
+        broken: whose reading or resuming failed.
+        failed_acts: cancels, deletes and the like that failed, each as it said.
         held: nobody submits or deletes now.
     """
 
@@ -45,6 +46,7 @@ class Crowd:
         self._acts: set[asyncio.Task[None]] = set()
         self.patrons: list[Patron] = []
         self.broken: dict[Patron, BaseException] = {}
+        self.failed_acts: list[str] = []
         self.held = False
 
     async def close(self) -> None:
@@ -81,8 +83,12 @@ class Crowd:
         """Let a user do something, however long the server takes to hear of it."""
 
         async def quietly() -> None:
-            with suppress(JobGone):
+            try:
                 await work
+            except JobGone:
+                return
+            except Exception as error:  # noqa: BLE001 - told at the end, with all others
+                self.failed_acts.append(repr(error))
 
         task = asyncio.create_task(quietly())
         self._acts.add(task)
@@ -147,8 +153,10 @@ class Crowd:
 
     async def _all_lives(self) -> None:
         for patron, task in list(self._lives.items()):
+            # Not awaited: a time that is over must not end the life that is late.
+            await asyncio.wait([task])
             try:
-                await task
+                task.result()
             except Exception as error:  # noqa: BLE001 - told at the end, with all others
                 self.broken[patron] = error
             del self._lives[patron]

@@ -73,9 +73,11 @@ class Patron:
     async def read_on(self) -> None:
         """Read from the first token that is not there yet, until there is an end to stay."""
         assert self.job is not None
-        while not self.deleted:
+        while True:
             await self._subscribe()
-            if self.deleted or not self.ended:
+            if self.deleted:
+                return
+            if not self.ended:
                 continue
             state = self.readings[-1].end.state
             if state is JobState.COMPLETED or self.poison:
@@ -125,7 +127,8 @@ class Patron:
             return
         if self.poison:
             assert self.readings[-1].end.state is JobState.FAILED
-            assert str(self.readings[-1].end.error).count("died") >= 1, self.readings[-1].end.error
+            error = self.readings[-1].end.error or ""
+            assert error.count("died") + error.count("lost its lease") == 3, error
             return
         assert_same(self._outcome(), self._piece.outcome, str(self))
 
@@ -174,10 +177,15 @@ class Patron:
         self.readings.append(reading)
         self._reader = asyncio.create_task(self._read(reading))
         try:
-            await self._reader
+            # Waited for, not awaited: a cancel of ours is not that of the reader.
+            await asyncio.wait([self._reader])
         except asyncio.CancelledError:
-            if not self._reader.cancelled():
-                raise
+            self._reader.cancel()
+            raise
+        if self._reader.cancelled():
+            return
+        try:
+            self._reader.result()
         except JobGone:
             if not self.deleted:
                 raise

@@ -150,8 +150,10 @@ class Storm:
         except TimeoutError:
             for who in self._crowd.waiting_for():
                 self._violated("G1 no loss", f"{who} has no end {_CALM_S:g} s after the last fault")
-        for patron, error in self._crowd.broken.items():
-            self._violated("G1 no loss", f"{patron}: its reader failed: {error!r}")
+        for error in self._crowd.failed_acts:
+            self._violated("what users asked for", error)
+        for patron, broken in self._crowd.broken.items():
+            self._violated("G1 no loss", f"{patron}: its reader failed: {broken!r}")
 
     def _check(self) -> None:
         """G2 to G5: what readers got is what the undisturbed run gives, each index once."""
