@@ -358,6 +358,7 @@ class Past:
     def take(self) -> None:
         """Remember this moment. The server is killed for it, so that its files hold still."""
         self._server.kill()
+        shutil.rmtree(self._copy, ignore_errors=True)
         shutil.copytree(self._files, self._copy)
         self._server.start()
 

@@ -141,8 +141,12 @@ class Faults:
             return None
         seconds = chance.choice((0.5, 1.5, 3.0))
         await self._server.acquire()
-        await self._crowd.hold()
-        await asyncio.to_thread(self._stage.past.take)
+        try:
+            await self._crowd.hold()
+            await asyncio.to_thread(self._stage.past.take)
+        except BaseException:
+            self._server.release()
+            raise
         self._later(seconds, self._bring_back)
         return f"of {seconds:g} s ago"
 

@@ -90,6 +90,12 @@ class Stage:
         place.past.append(place.process)
         place.process = self._start(place.data_dir, place.proxy, place.sign)
 
+    def revive(self) -> None:
+        """Start workers again that ended by themselves, as one does that finds no server."""
+        for place in self.places:
+            if not place.busy and not place.process.is_running:
+                self.restart(place)
+
     def running(self) -> dict[str, list[str]]:
         """The ids of the running jobs by the name of their worker.
 

@@ -19,6 +19,7 @@ from .stage import Stage
 
 _RETRY_S: Final = 0.1
 _CALM_S: Final = 180.0
+_AT_MOST: Final = 1.5
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,11 @@ class Plan:
     every: float
     open_jobs: int = 16
     patience: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        """How long it shall take."""
+        return self.faults * self.every
 
     def draw(self) -> Iterator[tuple[float, Fault, random.Random]]:
         """Pauses in seconds, with the fault after each and its own source of chance."""
@@ -115,8 +121,12 @@ class Storm:
             for pause, fault, chance in self._plan.draw():
                 if self.outcomes.hits.total() >= self._plan.faults:
                     break
+                if time.monotonic() - self._began > _AT_MOST * self._plan.seconds:
+                    self._violated("the storm itself", "too many faults had nothing to hit")
+                    break
                 due += pause
                 await asyncio.sleep(due - time.monotonic())
+                self._stage.revive()
                 if not await self._strike(faults, fault, chance):
                     # What hit nothing took no time.
                     due = time.monotonic() - pause + _RETRY_S
