@@ -46,10 +46,11 @@ class Plan:
     def draw(self) -> Iterator[tuple[float, Fault, random.Random]]:
         """Pauses in seconds, with the fault after each and its own source of chance."""
         chance = random.Random(self.seed)
-        bag: list[Fault] = []
+        # Every kind comes once before any comes twice.
+        bag = list(WEIGHTS)
+        chance.shuffle(bag)
         while True:
             if not bag:
-                # Every kind comes, however short the plan.
                 bag = [fault for fault, weight in WEIGHTS.items() for _ in range(weight)]
                 chance.shuffle(bag)
             pause = self.every * chance.uniform(0.2, 1.8)
@@ -136,6 +137,7 @@ class Storm:
             self.outcomes.seconds = time.monotonic() - self._began
         self._say("no more faults; what they did is undone")
         await faults.settle()
+        self._stage.revive()
 
     async def _strike(self, faults: Faults, fault: Fault, chance: random.Random) -> bool:
         name = name_of(fault)
