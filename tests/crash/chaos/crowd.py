@@ -10,7 +10,7 @@ from typing import Any
 
 import redis
 
-from tenuto_client import Client, JobGone, JobState, SubmitOptions
+from tenuto_client import Client, JobGone, SubmitOptions
 
 from .patron import Patron
 from .pool import SLOTS, Piece, in_turn
@@ -146,7 +146,7 @@ class Crowd:
         if patron.deleted:
             await patron.delete()
             return True
-        if record.state is JobState.COMPLETED or (patron.poison and record.state.is_over):
+        if record.state is patron.last_state:
             return False
         self._lives[patron] = asyncio.create_task(patron.read_again(record.state))
         return True

@@ -168,8 +168,9 @@ class Faults:
         files = sorted(self._stage.root.glob("*/checkpoints/*/*"))
         files = [path for path in files if path.parent.name in jobs]
         chosen = chance.sample(files, (len(files) + 1) // 2)
-        flipped = sum(_flip_a_bit(path, chance) for path in chosen)
-        return f"{flipped} files" if flipped else None
+        flipped = [path for path in chosen if _flip_a_bit(path, chance)]
+        self._stage.damaged.update(path.parent for path in flipped)
+        return f"{len(flipped)} files" if flipped else None
 
     # -- users -----------------------------------------------------------------------------
 

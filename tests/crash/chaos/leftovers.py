@@ -26,7 +26,10 @@ def of_deleted(stage: Stage, patrons: Iterable[Patron]) -> list[str]:
 
 
 def on_disk(stage: Stage, patrons: Iterable[Patron]) -> list[str]:
-    """Files of deleted jobs, and those of completed jobs other than how they ended."""
+    """Files of deleted jobs, and those of completed jobs other than how they ended.
+
+    What was damaged may stay for as long as its job: it may not even say whose it is.
+    """
     found: list[str] = []
     for patron in patrons:
         if patron.job is None or patron.poison:
@@ -34,7 +37,7 @@ def on_disk(stage: Stage, patrons: Iterable[Patron]) -> list[str]:
         found += [
             str(path.relative_to(stage.root))
             for path in sorted(stage.root.glob(f"*/checkpoints/{patron.job.id}/*"))
-            if patron.deleted or path.suffix != ".end"
+            if patron.deleted or (path.suffix != ".end" and path.parent not in stage.damaged)
         ]
     return found
 

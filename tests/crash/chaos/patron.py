@@ -48,6 +48,11 @@ class Patron:
         return self._piece.case.model
 
     @property
+    def last_state(self) -> JobState:
+        """How it ends when nobody cancels it. From any other end its user resumes it."""
+        return JobState.FAILED if self.poison else JobState.COMPLETED
+
+    @property
     def count(self) -> int:
         """How many tokens it has, over all subscriptions."""
         if not self.readings:
@@ -80,7 +85,7 @@ class Patron:
             if not self.ended:
                 continue
             state = self.readings[-1].end.state
-            if state is JobState.COMPLETED or self.poison:
+            if state is self.last_state:
                 return
             self.given_up += state is JobState.FAILED
             await asyncio.sleep(_PAUSE_S)
@@ -126,7 +131,8 @@ class Patron:
         if self.deleted:
             return
         if self.poison:
-            assert self.readings[-1].end.state is JobState.FAILED
+            state = self.readings[-1].end.state
+            assert state is JobState.FAILED, state
             error = self.readings[-1].end.error or ""
             assert error.count("died") + error.count("lost its lease") == 3, error
             return

@@ -55,11 +55,16 @@ class Place:
 
 
 class Stage:
-    """A context manager; all processes and files end with it."""
+    """A context manager; all processes and files end with it.
+
+    Attributes:
+        damaged: folders of jobs in which a bit was flipped.
+    """
 
     def __init__(self, models: Models, data_dirs: tuple[str, ...] = ("a", "a", "b")) -> None:
         self._models = models
         self._names = data_dirs
+        self.damaged: set[Path] = set()
         self._stack = ExitStack()
 
     def __enter__(self) -> Stage:
