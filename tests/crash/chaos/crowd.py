@@ -113,15 +113,18 @@ class Crowd:
         """How many tokens readers have, of all jobs together."""
         return sum(patron.count for patron in self.patrons)
 
-    def full_model(self, workers: int) -> str | None:
-        """A model whose slots are all taken, if there is one."""
+    def full_model(self) -> str | None:
+        """A model of which jobs wait for those that run, if there is one."""
         stage = self._stage
         try:
             ids = stage.raw.zrange(stage.keys.running(), 0, -1)
             models = Counter(stage.raw.hget(stage.keys.job(each), "model") for each in ids)
+            waiting = {each for each in models if stage.raw.exists(stage.keys.queued(each))}
         except redis.RedisError:
             return None
-        return next((name for name, n in models.items() if n >= workers * SLOTS), None)
+        return next(
+            (name for name, n in models.most_common() if name in waiting and n >= SLOTS), None
+        )
 
     async def calm_down(self) -> None:
         """Wait until every job has an end to stay: also those whose end the server forgot."""

@@ -194,10 +194,10 @@ class Faults:
         return f"{patron} at {patron.count}"
 
     async def burst(self, chance: random.Random) -> Hit:
-        """Jobs of a high priority for a model whose slots are all taken."""
+        """Jobs of a high priority for a model of which jobs wait already."""
         if self._crowd.held:
             return None
-        model = await asyncio.to_thread(self._crowd.full_model, len(self._stage.places))
+        model = await asyncio.to_thread(self._crowd.full_model)
         if model is None:
             return None
         for _ in range(4):
