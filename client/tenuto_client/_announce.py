@@ -68,6 +68,7 @@ class WorkerInfo:
         limits: its own `max_prompt`, `max_tokens` and `max_context` of each model, where it has
             them.
         broken: models that it could not load when it last tried, and why.
+        last_death: how the process before its present one died by itself; None if none did.
     """
 
     name: str
@@ -86,6 +87,7 @@ class WorkerInfo:
     checkpoint_budget: int | None = None
     limits: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     broken: Mapping[str, str] = field(default_factory=dict)
+    last_death: str | None = None
 
 
 MODEL_LIMITS: Final = ("max_prompt", "max_tokens", "max_context")
@@ -93,7 +95,7 @@ MODEL_LIMITS: Final = ("max_prompt", "max_tokens", "max_context")
 
 _OPTIONAL: Final = (
     *("tokens_at_risk", "checkpoint_bytes", "checkpoint_budget"),
-    *("limits", "broken", *MODEL_LIMITS),
+    *("limits", "broken", "last_death", *MODEL_LIMITS),
 )
 _NOT_SAID: Final = ("name", "workers", "queued")
 

@@ -218,6 +218,10 @@ def _worker_findings(workers: list[WorkerInfo]) -> Iterator[Finding]:
             f"{worker.name}{device}: {', '.join(worker.models)}; "
             f"{worker.running} of {worker.slots} slots in use",
         )
+        if worker.last_death is not None:
+            fix = "its log has the rest; jobs went on in the process that followed"
+            says = f"the process of {worker.name} before this one died: {worker.last_death}"
+            yield Finding(Level.WARNING, "worker", says, fix)
         for model, reason in worker.broken.items():
             fix = "mend or replace its files; the worker tries again by itself"
             says = f"{worker.name} cannot load model {model}: {reason}"

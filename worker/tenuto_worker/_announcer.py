@@ -69,6 +69,7 @@ class Announcer:
         own_limits: `max_prompt`, `max_tokens` and `max_context` of a model on this worker, where
             there are.
         broken: the models that could not be loaded, and why.
+        last_death: how the child before this one died; "" if none did.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Announcer:
         *,
         own_limits: Callable[[str], Mapping[str, int]],
         broken: Callable[[], Mapping[str, str]],
+        last_death: str,
     ) -> None:
         self._client = client
         self._keys = keys
@@ -93,6 +95,7 @@ class Announcer:
         self._namespace = namespace
         self._own_limits = own_limits
         self._broken = broken
+        self._last_death = last_death
         self._models: dict[str, ModelInfo] = {}
         self._device = ""
         self._started_at = 0.0
@@ -153,6 +156,7 @@ class Announcer:
             checkpoint_bytes=self._budget.used(),
             checkpoint_budget=self._budget.limit,
             broken=self._broken(),
+            last_death=self._last_death or None,
             limits={name: limits for name in self._models if (limits := self._own_limits(name))},
         )
 

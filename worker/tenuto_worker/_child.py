@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -21,7 +23,8 @@ from typing import TYPE_CHECKING, NoReturn, Self
 from tenuto_client import Keys
 
 from . import _metrics as metrics
-from ._errors import EXIT_BROKEN, StartError
+from ._deaths import is_out_of_memory, say_last_words
+from ._errors import EXIT_BROKEN, EXIT_MEMORY, EXIT_STUCK, StartError
 from ._gauges import Gauges
 from ._health import Health, Stage
 from ._health_http import HealthServer
@@ -39,6 +42,10 @@ if TYPE_CHECKING:
 MLX_ENVIRONMENT = {"MLX_CUDA_USE_CUDNN_SDPA": "0"}
 
 _WATCH_S = 1.0
+_PAUSED_S = 5.0
+_RECOVER_S = 30.0
+
+_words_end: int | None = None
 # The decode thread hardly ever waits; with Python's own 5 ms a token would wait that long for its
 # publisher to have its turn, and again after each call of the system.
 _SWITCH_S = 0.001
@@ -53,12 +60,14 @@ class Brief:
         identity: the worker's name, and the lock that the child inherits.
         first: no child of this supervisor has run before, so Redis must be there now.
         crashed: how the one before died by itself; "" if there was none, or it was asked to end.
+        words: the pipe for its last words, which the child inherits.
     """
 
     settings: str
     identity: Identity
     first: bool
     crashed: str = ""
+    words: int | None = None
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -66,9 +75,7 @@ class Brief:
     @classmethod
     def from_json(cls, line: str) -> Self:
         values = json.loads(line)
-        return cls(
-            values["settings"], Identity(**values["identity"]), values["first"], values["crashed"]
-        )
+        return cls(**values | {"identity": Identity(**values["identity"])})
 
 
 class Child:
@@ -103,7 +110,7 @@ class Child:
         await self._load(rooms)
         await asyncio.to_thread(rooms.open)
         self._serving = True
-        self._health.trouble = lambda: _trouble(rooms)
+        self._health.trouble = rooms.trouble
         self._health.stage = Stage.SERVING
         for name, body in rooms.threads().items():
             self._start_thread(name, body)
@@ -136,7 +143,13 @@ class Child:
         # Not before: it takes seconds, in which signals are to be heard.
         from ._rooms import Rooms
 
-        return Rooms(self._settings, self._identity, self._outage, self._patience)
+        return Rooms(
+            self._settings,
+            self._identity,
+            self._outage,
+            self._patience,
+            last_death=self._crashed,
+        )
 
     def _greet_redis(self) -> None:
         client = connect(self._settings.redis_url)
@@ -176,15 +189,21 @@ class Child:
 
     async def _watch(self, rooms: Rooms, tickets: asyncio.Task[None]) -> None:
         """Until a drain is asked for. What must not go unnoticed ends the process."""
+        looked, woken = time.monotonic(), -math.inf
         while not self._draining.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._draining.wait(), _WATCH_S)
-            if stuck := rooms.stuck_for():
-                self._log.critical("decode thread stuck", seconds=round(stuck, 1))
-                leave(EXIT_BROKEN)
+            now = time.monotonic()
+            if now - looked > _PAUSED_S:
+                woken = now
+            looked = now
+            # A process that was paused looks stuck to itself, until its threads had a turn.
+            if now - woken > _RECOVER_S and (trouble := rooms.trouble()):
+                self._log.critical("worker stuck", why=trouble)
+                leave(EXIT_STUCK, trouble)
             if tickets.done():
                 self._log.critical("thread died", thread="tickets", exc_info=tickets.exception())
-                leave(EXIT_BROKEN)
+                leave(EXIT_BROKEN, f"thread tickets died: {tickets.exception()!r}")
 
     # -- the end -----------------------------------------------------------------------
 
@@ -219,20 +238,19 @@ class Child:
         def guarded() -> None:
             try:
                 body()
-            except BaseException:  # noqa: BLE001 - whatever it is, nobody may think we are well
+            except BaseException as error:  # noqa: BLE001 - nobody may think we are well
                 self._log.critical("thread died", thread=name, exc_info=True)
-                leave(EXIT_BROKEN)
+                why = f"thread {name} died: {type(error).__name__}: {error}"
+                leave(EXIT_MEMORY if is_out_of_memory(error) else EXIT_BROKEN, why)
 
         threading.Thread(target=guarded, name=name, daemon=True).start()
 
 
-def _trouble(rooms: Rooms) -> str:
-    stuck = rooms.stuck_for()
-    return f"decode thread stuck for {stuck:.0f} s" if stuck else ""
-
-
-def leave(code: int) -> NoReturn:
-    """End the process now. Threads may hang in a call, so the interpreter's own end might too."""
+def leave(code: int, why: str = "") -> NoReturn:
+    """End the process now, and tell the supervisor why. Threads may hang in a call, so the
+    interpreter's own end might too."""
+    if why and _words_end is not None:
+        say_last_words(_words_end, why)
     with contextlib.suppress(OSError, ValueError):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -249,9 +267,13 @@ def main() -> NoReturn:
     log = get_log()
     # Whatever this process starts (the embedded server) must not keep the worker's name taken.
     os.set_inheritable(brief.identity.lock, False)
+    if brief.words is not None:
+        os.set_inheritable(brief.words, False)
+    global _words_end
+    _words_end = brief.words
     if not brief.identity.holds_lock():
         log.critical("worker lock not held")
-        leave(EXIT_BROKEN)
+        leave(EXIT_BROKEN, "worker lock not held")
     log.info("worker starting", redis=redacted(settings.redis_url), data_dir=str(settings.data_dir))
     child = Child(settings, brief.identity, first=brief.first, crashed=brief.crashed)
     try:
@@ -259,6 +281,6 @@ def main() -> NoReturn:
     except StartError as error:
         log.critical("worker cannot start", error=str(error))
         leave(error.exit_code)
-    except Exception:
+    except Exception as error:
         log.critical("worker broke", exc_info=True)
-        leave(EXIT_BROKEN)
+        leave(EXIT_BROKEN, repr(error))

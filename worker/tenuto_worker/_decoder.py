@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from tenuto_client import Token
 
 from . import _metrics as metrics
+from ._deaths import is_out_of_memory
 from ._logging import get_log
 from ._preparer import Plan, Road
 from ._publisher import Publisher
@@ -176,6 +177,9 @@ class DecodeThread:
     def _refuse(self, run: Run, error: Exception) -> None:
         from tenuto_engine import InvalidOption, PromptError
 
+        if is_out_of_memory(error):
+            # Whatever came next would fail as well; the next child begins with all of it.
+            raise error
         if isinstance(error, InvalidOption | PromptError):
             self._publisher.end(run, End(EndKind.FAILED, error=str(error)))
         else:
@@ -290,6 +294,8 @@ class DecodeThread:
         if sequence.state is SequenceState.FINISHED:
             return End(EndKind.COMPLETED, sequence.finish_reason or "", text=sequence.end_text)
         error = sequence.error or RuntimeError("the row was closed")
+        if is_out_of_memory(error):
+            raise error
         row.run.log.error("attempt failed", phase=row.run.phase.value, exc_info=error)
         return End(EndKind.RELEASED, "error", error=_describe(error))
 

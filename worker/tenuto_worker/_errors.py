@@ -6,7 +6,7 @@ WorkerError
 │   └── RedisUnavailable   Redis cannot be reached or refuses us (exit code 3)
 ├── BadJob                 a job asks for what cannot be done; it ends `failed` with the message
 ├── NoMemory               there is no memory for a job's row now; it waits in its queue
-    ├── LeftToOthers           the job is over a limit of this worker; it waits for another one
+├── LeftToOthers           the job is over a limit of this worker; it waits for another one
 ├── RedisAway              Redis cannot serve now; the same call may succeed later
 └── Interrupted            waiting for Redis was given up because the worker or the attempt ends
 """
@@ -18,6 +18,8 @@ from typing import ClassVar
 EXIT_CONFIG = 2
 EXIT_REDIS = 3
 EXIT_BROKEN = 70
+EXIT_STUCK = 71
+EXIT_MEMORY = 72
 
 
 class WorkerError(Exception):

@@ -134,9 +134,11 @@ class Preparer:
         self._reach = reach
         self._outlets = outlets
         self._waiting: queue.SimpleQueue[Run] = queue.SimpleQueue()
+        self._behind: list[Run] = []
 
     def submit(self, run: Run) -> None:
         """Prepare a run soon."""
+        self._behind.append(run)
         self._waiting.put(run)
 
     def run(self) -> None:
@@ -149,6 +151,7 @@ class Preparer:
         from tenuto_engine import EngineError
 
         run = self._waiting.get()
+        self._behind.remove(run)
         run.progress(Phase.RESTORE)
         try:
             plan = self._plan(run)
@@ -319,7 +322,12 @@ class Preparer:
         run.bound, run.label_sent = bound, label
 
     def _wait(self, run: Run, call: Callable[[], Any]) -> Any:
-        return self._patience(call, until=lambda: run.stop is not None, beat=run.alive)
+        def alive() -> None:
+            # Those behind it wait for Redis as well.
+            for each in (run, *self._behind):
+                each.alive()
+
+        return self._patience(call, until=lambda: run.stop is not None, beat=alive)
 
 
 def prompt_ids(run: Run, spec: JobSpec, engine: Engine) -> list[int]:

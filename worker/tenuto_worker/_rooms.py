@@ -50,7 +50,13 @@ class Rooms:
     """
 
     def __init__(
-        self, settings: WorkerSettings, identity: Identity, outage: Outage, patience: Patience
+        self,
+        settings: WorkerSettings,
+        identity: Identity,
+        outage: Outage,
+        patience: Patience,
+        *,
+        last_death: str = "",
     ) -> None:
         self._settings = settings
         self._identity = identity
@@ -74,6 +80,7 @@ class Rooms:
             self._namespace,
             self.collector.budget,
             broken=self.pool.broken,
+            last_death=last_death,
             own_limits=lambda model: {
                 name: limit
                 for name in MODEL_LIMITS
@@ -139,11 +146,18 @@ class Rooms:
         """What the models and their caches take of the device's memory."""
         return self.pool.memory()
 
-    def stuck_for(self) -> float:
-        """Seconds since the decode thread was last seen alive, if that is too long; else 0."""
-        silent = time.monotonic() - self.decoder.beat
+    def trouble(self) -> str:
+        """What has stood still for too long; "" if nothing has."""
+        now = time.monotonic()
+        silent = now - self.decoder.beat
         limit = max(self._settings.limit("prefill"), self._settings.limit("decode"))
-        return silent if silent > limit else 0.0
+        if silent > limit:
+            return f"the decode thread has not moved for {silent:.0f} s"
+        for run in self.runs.all():
+            still = now - run.beat
+            if still > self._settings.limit(run.phase.value):
+                return f"job {run.job_id} made no progress in {run.phase.value} for {still:.0f} s"
+        return ""
 
     def drain(self) -> None:
         """Checkpoint every run, hand it back, and wait until that is known, for the grace time."""

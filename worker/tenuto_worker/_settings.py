@@ -12,14 +12,8 @@ from typing import Any, Self
 
 from ._errors import ConfigError
 
-_PHASE_LIMITS: Mapping[str, float] = {
-    "loading": 600.0,
-    "restore": 600.0,
-    "prefill": 120.0,
-    "catch-up": 120.0,
-    "decode": 120.0,
-    "ending": 300.0,
-}
+# Times `stall_seconds`: these wait for the disk and for each other, the others compute.
+_PHASE_FACTORS: Mapping[str, float] = {"loading": 5.0, "restore": 5.0, "ending": 2.5}
 _LEAST_BUDGET = 16 * 2**20
 _MOST_PORTS = 65535
 MEMORY = "a size such as 20GiB or 500MB (units KB, MB, GB, TB, KiB, MiB, GiB, TiB), or none"
@@ -67,6 +61,9 @@ class WorkerSettings:
         grace_seconds: how long a drain may take.
         publish_seconds, publish_tokens: tokens are packed until one of the two is reached.
         max_unsent_tokens: decoding pauses when a job has this many tokens that Redis lacks.
+        stall_seconds: how long prefill, catch-up and decode may go without progress; loading and
+            restore five times as long, an end two and a half times. What stands still for longer
+            has its child end, and start anew.
         phase_limits: how long an attempt may go without progress in each phase, before its
             lease is left to run out.
         restart_pause_max: longest pause before a child that keeps dying is started again.
@@ -106,7 +103,8 @@ class WorkerSettings:
     publish_seconds: float = 0.005
     publish_tokens: int = 16
     max_unsent_tokens: int = 4096
-    phase_limits: Mapping[str, float] = field(default_factory=lambda: dict(_PHASE_LIMITS))
+    stall_seconds: float = 120.0
+    phase_limits: Mapping[str, float] = field(default_factory=dict)
     restart_pause_max: float = 30.0
     metrics_port: int | None = None
     metrics_host: str = "127.0.0.1"
@@ -121,6 +119,7 @@ class WorkerSettings:
         _at_least("--checkpoint-seconds", self.checkpoint_every_seconds, 0.0)
         _at_least("--lease-seconds", self.lease_seconds, 0.5)
         _at_least("--exact-wait", self.exact_wait_seconds, 0.0)
+        _at_least("--stall-seconds", self.stall_seconds, 1.0)
         _at_least("--grace-seconds", self.grace_seconds, 0.0)
         _at_least("--max-unsent-tokens", self.max_unsent_tokens, self.publish_tokens)
         if self.disk_budget is not None and not self.disk_budget > 0:
@@ -153,7 +152,8 @@ class WorkerSettings:
 
     def limit(self, phase: str) -> float:
         """How many seconds an attempt may go without progress in a phase."""
-        return self.phase_limits.get(phase, _PHASE_LIMITS[phase])
+        default = self.stall_seconds * _PHASE_FACTORS.get(phase, 1.0)
+        return self.phase_limits.get(phase, default)
 
     def to_json(self) -> str:
         """One line, for the child."""

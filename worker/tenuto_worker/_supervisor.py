@@ -13,13 +13,19 @@ import subprocess
 import sys
 import time
 from types import FrameType
+from typing import Final
 
 from ._child import MLX_ENVIRONMENT, Brief
-from ._errors import EXIT_CONFIG, EXIT_REDIS
+from ._deaths import LastWords, oom_kills
+from ._errors import EXIT_CONFIG, EXIT_MEMORY, EXIT_REDIS, EXIT_STUCK
 from ._identity import Identity
 from ._logging import get_log
 from ._settings import WorkerSettings
 
+_HINTS: Final = {
+    EXIT_STUCK: "its jobs go on in the next one; --stall-seconds is how long it may stand still",
+    EXIT_MEMORY: "a smaller --memory-budget or fewer --slots leave more room",
+}
 _FIRST_PAUSE_S = 0.5
 # A child that lived this long did not die of how it starts.
 _HEALTHY_S = 30.0
@@ -52,21 +58,28 @@ class Supervisor:
         with self._signals:
             while True:
                 began = time.monotonic()
-                code = self._run_child(first=first)
+                kills = oom_kills()
+                code, why = self._run_child(first=first)
+                if not why and code == -signal.SIGKILL and _rose(kills, oom_kills()):
+                    why = "the kernel killed a process for want of memory"
                 if self._stopped_at is not None:
                     return self._code_when_stopped(code)
                 if code == EXIT_CONFIG or (code == EXIT_REDIS and first):
                     return code
                 first = False
-                self._crashed = "" if code in (0, EXIT_REDIS) else _how(code)
-                self._tell_death(code)
+                self._crashed = (
+                    "" if code in (0, EXIT_REDIS) else ": ".join(filter(None, (_how(code), why)))
+                )
+                self._tell_death(code, why)
                 if not self._rest(time.monotonic() - began):
                     return 0
 
     # -- one child ---------------------------------------------------------------------
 
-    def _run_child(self, *, first: bool) -> int:
-        self._child = child = self._spawn(first=first)
+    def _run_child(self, *, first: bool) -> tuple[int, str]:
+        words = LastWords()
+        self._child = child = self._spawn(words.write_end, first=first)
+        words.child_has_it()
         self._log.info("child started", pid=child.pid)
         try:
             while (code := child.poll()) is None:
@@ -77,20 +90,20 @@ class Supervisor:
             assert child.stdin is not None
             with contextlib.suppress(OSError):
                 child.stdin.close()
-        return code
+        return code, words.read()
 
-    def _spawn(self, *, first: bool) -> subprocess.Popen[bytes]:
+    def _spawn(self, words: int, *, first: bool) -> subprocess.Popen[bytes]:
         child = subprocess.Popen(
             # -P: a file of the current folder must not stand in for a module.
             [sys.executable, "-P", "-c", "from tenuto_worker._child import main; main()"],
             stdin=subprocess.PIPE,
-            pass_fds=[self._identity.lock],
+            pass_fds=[self._identity.lock, words],
             env=os.environ | MLX_ENVIRONMENT,
             # Ctrl-C is for the supervisor, which passes it on once.
             process_group=0,
         )
         assert child.stdin is not None
-        brief = Brief(self._settings.to_json(), self._identity, first, self._crashed)
+        brief = Brief(self._settings.to_json(), self._identity, first, self._crashed, words)
         # Its end, not ours, if it died already.
         with contextlib.suppress(BrokenPipeError):
             child.stdin.write(brief.to_json().encode() + b"\n")
@@ -136,9 +149,8 @@ class Supervisor:
             return 0
         return 128 - code if code < 0 else code
 
-    def _tell_death(self, code: int) -> None:
-        hint = "out of memory?" if code == -signal.SIGKILL else None
-        self._log.error("child died", how=_how(code), hint=hint)
+    def _tell_death(self, code: int, why: str) -> None:
+        self._log.error("child died", how=_how(code), why=why or None, hint=_HINTS.get(code))
 
     def _rest(self, lived: float) -> bool:
         """Wait before the next child, longer each time it dies early; False to stop instead."""
@@ -150,6 +162,10 @@ class Supervisor:
         while self._stopped_at is None and (left := end - time.monotonic()) > 0:
             self._handle(self._signals.wait(left))
         return self._stopped_at is None
+
+
+def _rose(before: int | None, after: int | None) -> bool:
+    return before is not None and after is not None and after > before
 
 
 def _how(code: int) -> str:

@@ -101,6 +101,13 @@ _KNOBS: Final = (
         "how long others wait for a silent worker (10)",
     ),
     _Knob(
+        "--stall-seconds",
+        "stall_seconds",
+        float,
+        "S",
+        "without progress for so long, the worker's child is started anew (120)",
+    ),
+    _Knob(
         "--exact-wait",
         "exact_wait_seconds",
         float,
