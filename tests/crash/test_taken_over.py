@@ -95,3 +95,26 @@ def test_a_dead_supervisor_makes_its_child_hand_the_jobs_on(
         with worker_of(models, redis_url, namespace, tmp_path) as two:
             scene.assert_exact(references)
             assert all(line["cached_tokens"] for line in prepared([two]))
+
+
+def test_what_a_dead_neighbour_had_goes_on_without_waiting_for_its_lease(
+    models: Models,
+    cases: tuple[Case, ...],
+    references: References,
+    redis_url: str,
+    namespace: str,
+    tmp_path: Path,
+) -> None:
+    with (
+        worker_of(models, redis_url, namespace, tmp_path, slots=1, lease=600.0) as one,
+        worker_of(models, redis_url, namespace, tmp_path, slots=1, lease=600.0) as two,
+        Scene(redis_url, namespace, cases) as scene,
+    ):
+        one.wait_ready()
+        two.wait_ready()
+        scene.submit()
+        one.wait_for("job claimed", count=len(cases) // 2)
+        scene.wait_tokens(100)
+        one.kill()
+        scene.assert_exact(references)
+        assert two.lines("job taken back")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tenuto_worker import ConfigError, take_identity
+from tenuto_worker._identity import dead_sibling
 
 
 def test_two_workers_of_one_data_dir_have_two_names_and_one_reach(tmp_path: Path) -> None:
@@ -61,3 +62,22 @@ def test_a_data_dir_that_is_a_file_is_refused_by_its_path(tmp_path: Path) -> Non
     path.write_text("")
     with pytest.raises(ConfigError, match=str(path)):
         take_identity(path)
+
+
+def test_a_sibling_is_dead_when_nobody_holds_its_lock_and_its_name_stays_free_of_others(
+    tmp_path: Path,
+) -> None:
+    mine, sibling = take_identity(tmp_path), take_identity(tmp_path)
+    with dead_sibling(tmp_path, mine, sibling.name) as dead:
+        assert not dead
+    os.close(sibling.lock)
+    with dead_sibling(tmp_path, mine, sibling.name) as dead:
+        assert dead
+        other = take_identity(tmp_path)
+        assert other.name != sibling.name
+        os.close(other.lock)
+    # Neither itself, nor a worker of another host or data dir, nor one that never was.
+    for name in (mine.name, "other-host-1", f"{mine.name[:-1]}7", "nonsense", f"{mine.name}x"):
+        with dead_sibling(tmp_path, mine, name) as dead:
+            assert not dead
+    os.close(mine.lock)

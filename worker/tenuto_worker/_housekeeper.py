@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +62,7 @@ class Housekeeper:
     Args:
         collector: removes checkpoints.
         announce: writes what this worker is into Redis; called with each round of chores.
+        is_dead: whether a worker, by its name, is known to be dead as long as the context lasts.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Housekeeper:
         *,
         collector: Collector,
         announce: Callable[[], object],
+        is_dead: Callable[[str], AbstractContextManager[bool]],
     ) -> None:
         self._scripts = scripts
         self._client = client
@@ -80,6 +83,7 @@ class Housekeeper:
         self._settings = settings
         self._outage = outage
         self._announce = announce
+        self._is_dead = is_dead
         self._log = get_log()
         self._contact = Contact(settings.lease_seconds, max(3.0, settings.lease_seconds))
         self._due = {self.chores: 0.0, collector.collect: time.monotonic() + settings.gc_seconds}
@@ -119,14 +123,33 @@ class Housekeeper:
             # Nor could ours, in an outage so short that it fell between two of our rounds.
             self._contact.broke()
         self._contact.answered(answered)
-        if not running or not self._may_reap():
-            return
         jobs = [job.decode() for job in _list(running)]
+        self._take_back(jobs)
+        if not jobs or not self._may_reap():
+            return
         for job, found in zip(jobs, self._scripts.run_all([*map(reap_call, jobs)]), strict=True):
             # A completed one has only ended since it was listed.
             if found.state not in ("alive", "completed", "gone"):
                 metrics.reaped.inc()
                 self._log.warning("job reaped", job=job, state=found.state, lost_by=found.worker)
+
+    def _take_back(self, jobs: list[str]) -> None:
+        """Hand on at once what workers had that are known to be dead."""
+        with self._client.pipeline(transaction=False) as pipe:
+            for job in jobs:
+                pipe.hget(self._keys.job(job), "worker")
+            holders = [holder.decode() if holder else "" for holder in _list(pipe.execute())]
+        for name in {*holders} - {""}:
+            with self._is_dead(name) as dead:
+                if dead:
+                    self._take_back_from(name, jobs)
+
+    def _take_back_from(self, name: str, jobs: list[str]) -> None:
+        for job in jobs:
+            state = self._scripts.take_back(job, name)
+            if state != "foreign":
+                metrics.taken_back.inc()
+                self._log.warning("job taken back", job=job, state=state, lost_by=name)
 
     def _may_reap(self) -> bool:
         if not self._contact.is_long_enough(time.monotonic()):

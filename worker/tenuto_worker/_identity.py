@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,11 +33,36 @@ class Identity:
 
     def holds_lock(self) -> bool:
         """Whether the descriptor is the one that the lock belongs to."""
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return False
-        return True
+        return _can_lock(self.lock)
+
+
+@contextlib.contextmanager
+def dead_sibling(data_dir: Path, mine: Identity, name: str) -> Iterator[bool]:
+    """Whether another worker of this host and data dir is dead, since nobody holds its lock.
+
+    As long as the context lasts, nobody can take its name.
+    """
+    family, _, number = name.rpartition("-")
+    if family != mine.name.rpartition("-")[0] or name == mine.name or not number.isdecimal():
+        yield False
+        return
+    try:
+        descriptor = os.open(data_dir / "workers" / f"{number}.lock", os.O_RDWR)
+    except OSError:
+        yield False
+        return
+    try:
+        yield _can_lock(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _can_lock(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def take_identity(data_dir: Path) -> Identity:

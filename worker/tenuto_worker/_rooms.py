@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import redis
@@ -21,7 +22,7 @@ from ._collector import Collector
 from ._decoder import DecodeThread
 from ._depths import QueueDepths
 from ._housekeeper import Housekeeper
-from ._identity import Identity
+from ._identity import Identity, dead_sibling
 from ._job_limits import JobLimits
 from ._judge import Judge
 from ._late_ends import LateEnds
@@ -247,6 +248,7 @@ class Rooms:
             self._outage,
             collector=self.collector,
             announce=self._announcer.announce,
+            is_dead=partial(dead_sibling, self._settings.data_dir, self._identity),
         )
 
     def _make_depths(self) -> QueueDepths:
