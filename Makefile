@@ -80,6 +80,10 @@ bench-checkpoints: $(READY) ## What checkpoints cost, and how quickly they are r
 bench-load: $(READY) ## 5,000 queued jobs, 200 readers, 8 slots: latency, memory, turns, and what the queue costs
 	$(BIN)/python tests/bench/load.py $(ARGS)
 
+.PHONY: bench-recovery
+bench-recovery: $(READY) ## How long a job stands still when its worker goes
+	$(BIN)/python tests/bench/recovery.py $(ARGS)
+
 .PHONY: chaos
 chaos: $(READY) ## Kill, stop and restart everything for MINUTES=30 by SEED=, and check every job
 	PYTHONPATH=tests $(BIN)/python -m crash.chaos --minutes $(or $(MINUTES),30) $(if $(SEED),--seed $(SEED)) \
