@@ -42,7 +42,8 @@ def test_a_poison_job_ends_failed_and_its_neighbours_are_hit_once_and_exact(
         assert record.error is not None
         assert record.error.count("died") == 3
         victims = [innocents_at(worker, poison.id, death) for death in deaths(worker)]
-        assert len(victims) == 3
+        # More where some new tokens were published before it died; three in a row without end it.
+        assert len(victims) >= 3
         # The first crash may hit all of them; from then on the bad one is by itself.
         assert not any(victims[1:])
 
