@@ -7,7 +7,7 @@ from pathlib import Path
 from exact_runs import GREEDY, Case, Models, Scene, perform, prepared, worker_of
 from tenuto_client import SubmitOptions
 from tenuto_engine import read_job
-from workers import poll_until
+from workers import WorkerProcess, poll_until
 
 LONG = 3000
 """Tokens of the prompts: some ninety chunks."""
@@ -21,23 +21,28 @@ def test_a_prompt_killed_halfway_is_read_on_exactly(
         Case(kind, kind, tuple(5 + (7 * place) % 250 for place in range(LONG)), options)
         for kind in models
     ]
-    # A checkpoint at every border of a chunk.
-    with worker_of(
-        models, redis_url, namespace, tmp_path, "--checkpoint-seconds", "0.01"
-    ) as worker:
-        worker.wait_ready()
-        references = perform(redis_url, namespace, long)
-        with Scene(redis_url, namespace, long) as scene:
+
+    def begin() -> WorkerProcess:
+        # A checkpoint at every border of a chunk.
+        return worker_of(models, redis_url, namespace, tmp_path, "--checkpoint-seconds", "0.01")
+
+    with Scene(redis_url, namespace, long) as scene:
+        with begin() as first:
+            first.wait_ready()
+            references = perform(redis_url, namespace, long)
             scene.submit()
             folders = [tmp_path / "checkpoints" / each.job.id for each in scene.jobs]
-            for life in (1, 2):
-                wait_new_checkpoints(folders)
-                worker.kill_child()
-                assert scene.tokens == 0
-                worker.wait_for("attempt prepared", count=len(long) * (life + 1))
+            wait_new_checkpoints(folders)
+            first.kill()
+        with begin() as second:
+            wait_new_checkpoints(folders)
+            second.kill()
+        assert scene.tokens == 0
+        with begin() as third:
             scene.assert_exact(references)
-        resumed = prepared([worker])[-2 * len(long) :]
-        assert all(0 < line["cached_tokens"] < LONG for line in resumed)
+            resumed = prepared([second, third])
+    assert len(resumed) == 2 * len(long)
+    assert all(0 < line["cached_tokens"] < LONG for line in resumed)
 
 
 def wait_new_checkpoints(folders: list[Path]) -> None:
