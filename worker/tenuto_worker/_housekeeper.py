@@ -24,6 +24,7 @@ from ._logging import get_log
 from ._redis import Outage, uptime
 from ._scripts import JobScripts, reap_call
 from ._settings import WorkerSettings
+from ._take_back import take_back_job
 
 _EXPIRE_S = 1.0
 
@@ -141,15 +142,8 @@ class Housekeeper:
             holders = [holder.decode() if holder else "" for holder in _list(pipe.execute())]
         for name in {*holders} - {""}:
             with self._is_dead(name) as dead:
-                if dead:
-                    self._take_back_from(name, jobs)
-
-    def _take_back_from(self, name: str, jobs: list[str]) -> None:
-        for job in jobs:
-            state = self._scripts.take_back(job, name)
-            if state != "foreign":
-                metrics.taken_back.inc()
-                self._log.warning("job taken back", job=job, state=state, lost_by=name)
+                for job in jobs if dead else ():
+                    take_back_job(self._scripts, job, name)
 
     def _may_reap(self) -> bool:
         if not self._contact.is_long_enough(time.monotonic()):

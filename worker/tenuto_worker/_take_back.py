@@ -33,12 +33,19 @@ def take_back(
     def patiently(call: Any) -> Any:
         return patience(call, until=lambda: False, beat=lambda: None)
 
-    taken = []
-    for job in patiently(partial(client.zrange, keys.running(), 0, -1)):
-        job_id = job.decode()
-        state = patiently(partial(scripts.take_back, job_id, holder, crashed=crashed))
-        if state != "foreign":
-            metrics.taken_back.inc()
-            get_log(job=job_id).warning("job taken back", state=state, lost_by=holder)
-            taken.append(job_id)
-    return taken
+    running = [job.decode() for job in patiently(partial(client.zrange, keys.running(), 0, -1))]
+    return [
+        job
+        for job in running
+        if patiently(partial(take_back_job, scripts, job, holder, crashed=crashed))
+    ]
+
+
+def take_back_job(scripts: JobScripts, job_id: str, holder: str, *, crashed: bool = False) -> bool:
+    """Requeue a job if it is running and `holder`, which is dead, had it; whether it was so."""
+    state = scripts.take_back(job_id, holder, crashed=crashed)
+    if state == "foreign":
+        return False
+    metrics.taken_back.inc()
+    get_log(job=job_id).warning("job taken back", state=state, lost_by=holder)
+    return True
