@@ -74,6 +74,10 @@ class Crowd:
         extra = SubmitOptions(priority=priority, tenant=self._chance.choice(_TENANTS))
         return self._begin(Patron(self._client, piece, extra, poison=False))
 
+    def submit_hurried(self, limits: SubmitOptions) -> Patron:
+        """Somebody comes with a job that has little time."""
+        return self._begin(Patron(self._client, next(self._pieces), limits, poison=False))
+
     def submit_poison(self) -> Patron:
         """Somebody comes with a job that kills whoever runs it."""
         extra = SubmitOptions(seed=POISON_SEED, tenant=self._chance.choice(_TENANTS))

@@ -7,9 +7,11 @@ import os
 import random
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
+from tenuto_client import SubmitOptions
 from workers import WorkerProcess
 
 from .crowd import Crowd
@@ -204,6 +206,20 @@ class Faults:
             self._crowd.submit(model=model, priority=chance.randint(50, 100))
         return f"4 jobs of {model}"
 
+    async def hurry(self, chance: random.Random) -> Hit:
+        """Jobs whose time is soon over, in the queue or while they run; they are resumed then."""
+        if self._crowd.held:
+            return None
+        seconds = chance.choice((2.0, 4.0, 8.0))
+        in_time = (
+            SubmitOptions(queue_ttl=seconds),
+            SubmitOptions(max_runtime=seconds),
+            SubmitOptions(deadline=timedelta(seconds=seconds)),
+        )
+        for limits in in_time:
+            self._crowd.submit_hurried(limits)
+        return f"3 jobs with {seconds:g} s"
+
     async def poison(self, chance: random.Random) -> Hit:
         """A job that kills whoever runs it, three times."""
         if self._crowd.held or not await self._stage.busy_places():
@@ -272,6 +288,7 @@ WEIGHTS: Final[dict[Fault, int]] = {
     Faults.cancel_jobs: 3,
     Faults.delete_jobs: 1,
     Faults.burst: 3,
+    Faults.hurry: 2,
     Faults.poison: 1,
 }
 """How often each comes, against the others."""

@@ -12,6 +12,7 @@ from tenuto_client import Client, Job, JobGone, JobRecord, JobState, SubmitOptio
 from .pool import Piece
 
 _PAUSE_S = 0.5
+_LIMITS_OF_TIME = ("deadline:", "queue_ttl:", "max_runtime:")
 
 
 class Patron:
@@ -23,8 +24,9 @@ class Patron:
     Attributes:
         readings: one for each time that it was subscribed to.
         deleted: its user had it deleted.
-        resumes: how often it went on after a cancel, or after it was given up.
+        resumes: how often it went on after a cancel, or after it had failed.
         given_up: how often it failed, of three attempts in a row that died without progress.
+        late: how often it failed as its time was over.
     """
 
     def __init__(self, client: Client, piece: Piece, extra: SubmitOptions, poison: bool) -> None:
@@ -38,6 +40,7 @@ class Patron:
         self.deleted = False
         self.resumes = 0
         self.given_up = 0
+        self.late = 0
 
     def __str__(self) -> str:
         job_id = self.job.id if self.job else "not submitted"
@@ -84,10 +87,13 @@ class Patron:
                 return
             if not self.ended:
                 continue
-            state = self.readings[-1].end.state
-            if state is self.last_state:
+            end = self.readings[-1].end
+            if end.state is self.last_state:
                 return
-            self.given_up += state is JobState.FAILED
+            if end.state is JobState.FAILED:
+                is_late = (end.error or "").startswith(_LIMITS_OF_TIME)
+                self.late += is_late
+                self.given_up += not is_late
             await asyncio.sleep(_PAUSE_S)
             await self._resume()
 

@@ -68,6 +68,7 @@ def _jobs(done: Outcomes) -> Mapping[str, int]:
         "given up after three attempts without progress, and resumed": sum(
             each.given_up for each in patrons
         ),
+        "failed as their time was over, and resumed": sum(each.late for each in patrons),
     }
 
 
