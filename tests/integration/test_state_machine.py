@@ -1,14 +1,14 @@
 """A model of the life of a job, driven against the real scripts on a real server.
 
 Two workers, each with every attempt it ever had, act in any order: claim, publish, renew, lose the
-lease, reap, take back, make way, release, finish; time passes; a user cancels, resumes and deletes;
-Redis loses what was written last. After each move the whole of Redis must be what the model says.
+lease, reap, take back, make way, release, finish; time passes, and with it that of the job, in the
+queue, running, and altogether; a user cancels, resumes and deletes; Redis loses what was written
+last. After each move the whole of Redis must be what the model says.
 """
 
 from __future__ import annotations
 
 from copy import deepcopy
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -23,7 +23,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from expected_job import OVER, Expected
 from servers import RealServer
+from still_clock import MARGIN, STEP, StillClock
 from tenuto_client import Keys, Token, script_source, ticket_payload, unpack_entry
 from tenuto_client._records import EndEvent, StateEvent
 from tenuto_worker._scripts import Claim, Fence, JobScripts, PublishStatus, claim_call
@@ -32,54 +34,7 @@ MODEL = "m"
 JOB = "job"
 WORKERS = ("w0", "w1")
 PAYLOAD = ticket_payload(0)
-
-
-@dataclass
-class Expected:
-    """What the job must look like."""
-
-    state: str = "queued"
-    epoch: int = 1
-    owner: Fence | None = None
-    holder: str | None = None
-    lease: bool = False
-    cancel: bool = False
-    moved: bool = False
-    stalls: int = 0
-    suspect: bool = False
-    new: int = 0
-    crashes: int = 0
-    preemptions: int = 0
-    tokens: list[int] = field(default_factory=list)
-    events: list[tuple[int, str, int]] = field(default_factory=list)
-
-    def event(self) -> None:
-        self.events.append((len(self.tokens), self.state, self.epoch))
-
-    def queue(self) -> None:
-        self.state, self.owner, self.lease = "queued", None, False
-        self.epoch += 1
-        self.event()
-
-    def end(self, state: str) -> None:
-        self.state, self.owner, self.lease, self.cancel = state, None, False, False
-        self.event()
-
-    def crash(self) -> None:
-        self.suspect, self.new = True, 0
-        self.crashes += 1
-
-    def die(self) -> None:
-        if self.cancel:
-            self.end("cancelled")
-        elif self.moved:
-            self.queue()
-        else:
-            self.stalls += 1
-            if self.stalls >= 3:
-                self.end("failed")
-            else:
-                self.queue()
+RETENTION = 100
 
 
 class Lives(RuleBasedStateMachine):
@@ -87,17 +42,25 @@ class Lives(RuleBasedStateMachine):
 
     client: Any  # redis-py types every answer as maybe awaitable
 
-    @initialize()
-    def submit(self) -> None:
+    @initialize(
+        deadline=st.sampled_from([None, None, 10, 70]),
+        queue_ttl=st.sampled_from([None, None, 5, 40]),
+        max_runtime=st.sampled_from([None, 4, 20]),
+    )
+    def submit(self, deadline: int | None, queue_ttl: int | None, max_runtime: int | None) -> None:
         self.client.flushall()
         self.keys = Keys("x:")
+        self.clock = StillClock(self.client, self.keys)
         self.scripts = JobScripts(self.client, self.keys)
         self.client.hset(self.keys.models(), MODEL, b"")
         self.fences: list[Fence] = []
         self.nonces = 0
-        self.job: Expected | None = Expected()
+        self.job: Expected | None = Expected(deadline, queue_ttl, max_runtime)
         self.job.event()
-        args = [JOB, MODEL, "default", 0, b"spec", "3600", "", "", "", 100, b""]
+        until = "" if deadline is None else f"{self.clock.in_redis(deadline):.3f}"
+        args = [JOB, MODEL, "default", 0, b"spec", RETENTION, until, "", "", 100, b"", 0]
+        for name, value in (("queue_ttl", queue_ttl), ("max_runtime", max_runtime)):
+            args += [] if value is None else [name, value]
         assert self._run("submit", *args) == [b"created", JOB.encode()]
 
     def _run(self, name: str, *args: Any) -> Any:
@@ -134,22 +97,24 @@ class Lives(RuleBasedStateMachine):
         if lost_answer:
             again = self._claim(worker, str(self.nonces), again=True, alone=alone)
             assert again == claim
-        if self.job is None or self.job.state != "queued" or (self.job.suspect and not alone):
+        job, at = self.job, self.clock.at
+        if job is None or job.end_if_late(at) or job.state != "queued":
+            assert claim is None
+            return
+        if job.suspect and not alone:
             assert claim is None
             return
         assert claim is not None
-        assert claim.suspect == self.job.suspect
-        assert claim.tokens == len(self.job.tokens)
-        self.job.state, self.job.owner, self.job.holder = "running", claim.fence, worker
-        self.job.lease, self.job.moved = True, False
-        self.job.event()
+        assert claim.suspect == job.suspect
+        assert claim.tokens == len(job.tokens)
+        job.claim(claim.fence, worker, at)
         self.fences.append(claim.fence)
 
     @precondition(lambda self: self.fences)
     @rule(
         data=st.data(),
         skip=st.sampled_from([0, 0, 0, -2, -1, 1]),
-        count=st.sampled_from([1, 2, 3, 40]),
+        count=st.sampled_from([1, 2, 3, 9, 40, 130]),
     )
     def publish(self, data: st.DataObject, skip: int, count: int) -> None:
         fence = self._fence(data)
@@ -162,8 +127,6 @@ class Lives(RuleBasedStateMachine):
             return
         assert self.job is not None
         assert answer.cancel == self.job.cancel
-        got_on = answer.status is PublishStatus.OK
-        self._trust(self.job, count if got_on else 0, apart=answer.apart)
         if first + count - 1 <= have:
             assert answer.status is PublishStatus.REPLAY
         elif first != have + 1:
@@ -171,32 +134,52 @@ class Lives(RuleBasedStateMachine):
         else:
             assert answer.status is PublishStatus.OK
             self.job.tokens += range(have + 1, first + count)
-            self.job.moved, self.job.stalls = True, 0
-
-    def _trust(self, job: Expected, new: int, *, apart: bool) -> None:
-        if not job.suspect:
-            assert not apart
-            return
-        job.new += new
-        if job.new == 0:
-            assert apart
-        elif job.new >= (32 if job.crashes == 1 else 128):
-            assert not apart
-        # In between time decides.
-        job.suspect = apart
+            self.job.progress()
+        assert answer.apart == self.job.trust(self.clock.at)
 
     @precondition(lambda self: self.fences)
-    @rule(data=st.data(), done=st.integers(0, 3))
-    def renew(self, data: st.DataObject, done: int) -> None:
+    @rule(
+        data=st.data(),
+        phase=st.sampled_from(["decode", "decode", "prefill"]),
+        done=st.integers(0, 3),
+    )
+    def renew(self, data: st.DataObject, phase: str, done: int) -> None:
         fence = self._fence(data)
         answer = self.scripts.renew(
-            fence, holder="w0", lease_ms=600_000, phase="decode", done=done, total=9
+            fence, holder="w0", lease_ms=600_000, phase=phase, done=done, total=9
         )
         assert answer.fenced == (not self._current(fence))
-        if self._current(fence):
-            assert self.job is not None
-            assert answer.cancel == self.job.cancel
-            self.job.lease = True
+        if answer.fenced:
+            return
+        assert self.job is not None
+        at = self.clock.at
+        assert answer.cancel == self.job.cancel
+        is_late = self.job.deadline is not None and self.job.deadline <= at
+        assert answer.deadline_passed == is_late
+        assert answer.runtime_over == self.job.is_over_time(at)
+        self.job.lease = True
+        if phase == "prefill" and done > self.job.prefilled:
+            self.job.prefilled = done
+            self.job.progress()
+
+    @rule(steps=st.sampled_from([1, 1, 2, 3, 8, 30]))
+    def time_passes(self, steps: int) -> None:
+        self.clock.go_on(steps * STEP)
+
+    @rule()
+    def sweep(self) -> None:
+        ended = self.scripts.sweep()
+        # How long it ran is looked at wherever it goes back to the queue; there that stands still.
+        is_late = self.job is not None and self.job.end_if_late(self.clock.at)
+        assert ended == ([JOB] if is_late else [])
+
+    @rule()
+    def expire(self) -> None:
+        at, job = self.clock.at, self.job
+        is_old = job and job.finished_at is not None and at - job.finished_at >= RETENTION
+        assert self.scripts.expire() == ([JOB] if is_old else [])
+        if is_old:
+            self.job = None
 
     @rule()
     def lease_runs_out(self) -> None:
@@ -210,7 +193,7 @@ class Lives(RuleBasedStateMachine):
         if self.job and self.job.state == "running" and not self.job.lease:
             if not self.job.moved:
                 self.job.crash()
-            self.job.die()
+            self.job.die(self.clock.at)
 
     @rule(worker=st.sampled_from(WORKERS), crashed=st.booleans())
     def take_back(self, worker: str, crashed: bool) -> None:
@@ -218,7 +201,7 @@ class Lives(RuleBasedStateMachine):
         if self.job and self.job.state == "running" and self.job.holder == worker:
             if crashed:
                 self.job.crash()
-            self.job.die()
+            self.job.die(self.clock.at)
 
     @precondition(lambda self: self.fences)
     @rule(data=st.data(), reason=st.sampled_from(["drain", "preempt", "error"]))
@@ -230,12 +213,12 @@ class Lives(RuleBasedStateMachine):
             return
         assert self.job is not None
         if reason == "error":
-            self.job.die()
+            self.job.die(self.clock.at)
         elif self.job.cancel:
-            self.job.end("cancelled")
+            self.job.end("cancelled", self.clock.at)
         else:
             self.job.preemptions += reason == "preempt"
-            self.job.queue()
+            self.job.queue(self.clock.at)
         assert answer == self.job.state
 
     @precondition(lambda self: self.fences)
@@ -249,11 +232,9 @@ class Lives(RuleBasedStateMachine):
         assert self.job is not None
         if state == "cancelled" and not self.job.cancel:
             assert answer == "requeued"
-            self.job.queue()
+            self.job.queue(self.clock.at)
         else:
-            self.job.end(state)
-            if state == "completed":
-                self.job.suspect, self.job.crashes = False, 0
+            self.job.end(state, self.clock.at)
 
     @rule()
     def cancel(self) -> None:
@@ -261,7 +242,7 @@ class Lives(RuleBasedStateMachine):
         if self.job is None:
             assert answer == b"gone"
         elif self.job.state == "queued":
-            self.job.end("cancelled")
+            self.job.end("cancelled", self.clock.at)
         elif self.job.state == "running":
             self.job.cancel = True
 
@@ -270,11 +251,8 @@ class Lives(RuleBasedStateMachine):
         answer = self._run("resume", JOB)
         if self.job is None:
             assert answer == b"gone"
-        elif self.job.state in ("failed", "cancelled"):
-            self.job.stalls = 0
-            self.job.queue()
-        elif self.job.state != "completed":
-            self.job.cancel = False
+        else:
+            self.job.resume(self.clock.at)
 
     @precondition(lambda self: len(self.fences) > 3)
     @rule()
@@ -285,17 +263,19 @@ class Lives(RuleBasedStateMachine):
     @rule()
     def remember(self) -> None:
         keys = self.client.keys()
-        self.snapshot = {key: self.client.dump(key) for key in keys}, deepcopy(self.job)
+        dumped = {key: self.client.dump(key) for key in keys}
+        self.snapshot = dumped, deepcopy(self.job), self.clock.remember()
 
     @precondition(lambda self: hasattr(self, "snapshot"))
     @rule()
     def redis_loses_its_tail(self) -> None:
         """As after a failover: everything is as it was, and epochs are given out a second time."""
-        dumped, job = self.snapshot
+        dumped, job, then = self.snapshot
         self.client.flushall()
         for key, value in dumped.items():
             self.client.restore(key, 0, value)
         self.job = deepcopy(job)
+        self.clock.put_back(then)
 
     @rule()
     def mend_tickets(self) -> None:
@@ -305,9 +285,10 @@ class Lives(RuleBasedStateMachine):
     def redis_is_what_the_model_says(self) -> None:
         if not hasattr(self, "keys"):
             return
+        self.clock.go_on()
         if self.job is None:
             left = {k.decode() for k in self.client.scan_iter() if JOB.encode() in k}
-            assert left == set()
+            assert left <= {self.keys.removed()}
             assert self.client.zcard(self.keys.jobs()) == 0
             assert not self.client.exists(self.keys.usage(), self.keys.queued(MODEL))
             return
@@ -316,7 +297,10 @@ class Lives(RuleBasedStateMachine):
         self._check_stream(self.job)
 
     def _check_hash(self, job: Expected) -> None:
-        fields = self.client.hgetall(self.keys.job(JOB))
+        pipe = self.client.pipeline(transaction=False)
+        pipe.hgetall(self.keys.job(JOB)).hget(self.keys.usage(), "bytes")
+        pipe.zscore(self.keys.expiry(), JOB)
+        fields, usage, expiry = pipe.execute()
         assert fields[b"state"].decode() == job.state
         assert int(fields[b"epoch"]) == job.epoch
         assert int(fields[b"tokens"]) == len(job.tokens)
@@ -324,23 +308,34 @@ class Lives(RuleBasedStateMachine):
         assert int(fields[b"stalls"]) == job.stalls
         assert (b"nonce" in fields) == (job.state == "running")
         assert (b"suspect" in fields) == job.suspect
+        assert int(fields.get(b"crashes", 0)) == job.crashes
         assert int(fields.get(b"preemptions", 0)) == job.preemptions
-        assert self.client.hget(self.keys.usage(), "bytes") == fields[b"held"]
-        over = job.state in ("completed", "failed", "cancelled")
-        assert (b"finished_at" in fields) == over
-        assert (self.client.zscore(self.keys.expiry(), JOB) is not None) == over
+        assert usage == fields[b"held"]
+        assert (job.finished_at is not None) == (job.state in OVER)
+        assert self.clock.is_at(fields.get(b"finished_at"), job.finished_at)
+        until = None if job.finished_at is None else job.finished_at + RETENTION
+        assert self.clock.is_at(expiry, until)
+        assert self.clock.is_at(fields.get(b"deadline"), job.deadline)
+        assert self.clock.is_at(fields.get(b"queue_until"), job.queue_until)
+        assert abs(float(fields.get(b"ran", 0)) - job.ran) < MARGIN
+        error = fields.get(b"error", b"").decode()
+        assert error.startswith(job.error)
+        assert bool(error) == bool(job.error)
 
     def _check_queue(self, job: Expected) -> None:
         queued = job.state == "queued"
-        assert self.client.zcard(self.keys.lane(MODEL, "0:default")) == int(queued)
-        assert self.client.zcard(self.keys.queue(MODEL)) == int(queued)
-        assert self.client.exists(self.keys.lease(JOB)) == int(job.lease)
-        assert self.client.zcard(self.keys.running()) == int(job.state == "running")
-        counts = {b"*": b"1", b"default": b"1"} if queued else {}
-        assert self.client.hgetall(self.keys.queued(MODEL)) == counts
-        apart = queued and job.suspect
-        assert self.client.zcard(self.keys.suspects(MODEL)) == int(apart)
-        tickets = self.client.zrange(self.keys.tickets(MODEL), 0, -1)
+        pipe = self.client.pipeline(transaction=False)
+        pipe.zcard(self.keys.lane(MODEL, "0:default")).zcard(self.keys.queue(MODEL))
+        pipe.exists(self.keys.lease(JOB)).zcard(self.keys.running())
+        pipe.hgetall(self.keys.queued(MODEL)).zcard(self.keys.suspects(MODEL))
+        pipe.zscore(self.keys.due(), JOB).zrange(self.keys.tickets(MODEL), 0, -1)
+        lane, lanes, lease, running, counts, suspects, due, tickets = pipe.execute()
+        assert lane == lanes == int(queued)
+        assert lease == int(job.lease)
+        assert running == int(job.state == "running")
+        assert counts == ({b"*": b"1", b"default": b"1"} if queued else {})
+        assert suspects == int(queued and job.suspect)
+        assert self.clock.is_at(due, job.due if queued else None)
         if queued:
             assert tickets
         for ticket in tickets:
@@ -370,12 +365,13 @@ def machine() -> Any:
         yield Lives
 
 
-@pytest.mark.timeout(300)
-def test_every_order_of_moves_keeps_the_invariants(machine: Any) -> None:
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("examples", [80, pytest.param(1000, marks=pytest.mark.slow)])
+def test_every_order_of_moves_keeps_the_invariants(machine: Any, examples: int) -> None:
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=200,
+            max_examples=examples,
             stateful_step_count=40,
             deadline=None,
             suppress_health_check=list(HealthCheck),
