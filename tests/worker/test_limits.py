@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from job_queue import HOLDER, MODEL, JobQueue, story
-from tenuto_worker._scripts import Fence, Renewed
+from tenuto_worker._scripts import Fence, Renewed, Yield, preempt_call
 
 
 def counts(jobs: JobQueue, model: str = MODEL) -> dict[str, int]:
@@ -223,6 +223,42 @@ def test_the_sweep_ends_jobs_of_models_that_nobody_serves(jobs: JobQueue) -> Non
     assert [jobs.state(job) for job in (*late, kept)] == ["failed"] * 3 + ["queued"]
     assert counts(jobs, "nobody-serves-it") == {"*": 1, "default": 1}
     assert jobs.job(late[0])["error"].startswith("deadline: ")
+
+
+def to_make_way(jobs: JobQueue) -> Yield | None:
+    """What this worker is told when it asks."""
+    call = preempt_call(
+        MODEL,
+        holder=HOLDER,
+        fingerprint="f",
+        reach="dir",
+        exact_wait_s=30.0,
+        patience_s=2.0,
+        hold_s=5.0,
+    )
+    return jobs.scripts.run(call)
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_nothing_makes_way_for_what_is_too_late(jobs: JobQueue, is_late: bool) -> None:
+    low = jobs.submit()
+    jobs.scripts.publish(run_for(jobs, 6), story(1, 1))
+    high = queue_for(jobs, 100, priority=1)
+    move_clock(jobs, high, 3, "queued_at")
+    move_clock(jobs, high, 101 if is_late else 3, "queue_until")
+    assert to_make_way(jobs) == (None if is_late else Yield(low, high))
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_no_worker_empties_itself_for_a_suspect_that_is_too_late(
+    jobs: JobQueue, is_late: bool
+) -> None:
+    suspect = jobs.submit(deadline=f"{time.time() + 100:.3f}")
+    jobs.take()
+    assert jobs.scripts.take_back(suspect, HOLDER, crashed=True) == "queued"
+    move_clock(jobs, suspect, 31, "queued_at")
+    move_clock(jobs, suspect, 101 if is_late else 31, "deadline")
+    assert to_make_way(jobs) == (None if is_late else Yield(None, suspect))
 
 
 def test_once_started_a_job_may_wait_as_long_as_it_must(jobs: JobQueue) -> None:

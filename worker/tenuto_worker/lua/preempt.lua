@@ -14,7 +14,8 @@ local function waited(id) return at - tonumber(get(id, 'queued_at')) end
 local function is_provided_for(id) return at - tonumber(get(id, 'room_at') or 0) < SETTLE_S end
 
 for _, id in ipairs(redis.call('ZRANGE', key_suspects(model), 0, 63)) do
-  if waited(id) > terms.exact_wait and not is_provided_for(id) and not unfit(id, terms) then
+  local is_long = waited(id) > terms.exact_wait and not is_provided_for(id)
+  if is_long and not too_late(id) and not unfit(id, terms) then
     redis.call('HSET', key_job(id), 'room_at', stamp())
     return { 'apart', id }
   end
@@ -56,7 +57,8 @@ for _, lane in ipairs(redis.call('ZRANGE', key_queue(model), 0, -1)) do
   local priority = tonumber(string.match(lane, '^(-?%d+):'))
   if priority <= running[1].priority then return {} end
   for _, id in ipairs(redis.call('ZRANGE', key_lane(model, lane), 0, 63)) do
-    if waited(id) >= patience and not is_provided_for(id) and not get(id, 'suspect') then
+    local is_long = waited(id) >= patience and not is_provided_for(id)
+    if is_long and not too_late(id) and not get(id, 'suspect') then
       local victim = victim_for(id, priority)
       if victim then
         redis.call('HSET', key_job(victim), 'yield_at', stamp())
