@@ -35,6 +35,7 @@ JOB = "job"
 WORKERS = ("w0", "w1")
 PAYLOAD = ticket_payload(0)
 RETENTION = 100
+counts = st.sampled_from([1, 3, 9, 40, 130, 260])
 
 
 class Lives(RuleBasedStateMachine):
@@ -43,9 +44,9 @@ class Lives(RuleBasedStateMachine):
     client: Any  # redis-py types every answer as maybe awaitable
 
     @initialize(
-        deadline=st.sampled_from([None, None, 10, 70]),
-        queue_ttl=st.sampled_from([None, None, 5, 40]),
-        max_runtime=st.sampled_from([None, 4, 20]),
+        deadline=st.sampled_from([None, None, None, 10, 70]),
+        queue_ttl=st.sampled_from([None, 5, 40]),
+        max_runtime=st.sampled_from([None, None, 4, 20, 100]),
     )
     def submit(self, deadline: int | None, queue_ttl: int | None, max_runtime: int | None) -> None:
         self.client.flushall()
@@ -110,14 +111,35 @@ class Lives(RuleBasedStateMachine):
         job.claim(claim.fence, worker, at)
         self.fences.append(claim.fence)
 
-    @precondition(lambda self: self.fences)
+    @precondition(lambda self: self.job is not None and self.job.state != "completed")
     @rule(
-        data=st.data(),
-        skip=st.sampled_from([0, 0, 0, -2, -1, 1]),
-        count=st.sampled_from([1, 2, 3, 9, 40, 130]),
+        how=st.sampled_from(["crash", "drain"]),
+        counts=st.tuples(counts, counts),
+        steps=st.sampled_from([0, 1, 1, 4]),
     )
+    def next_attempt(self, how: str, counts: tuple[int, int], steps: int) -> None:
+        """The attempt goes, if there is one, and another one gets on for a while."""
+        assert self.job is not None
+        if self.job.owner is None:
+            self.resume()
+        elif how == "crash":
+            self.take_back(str(self.job.holder), crashed=True)
+        else:
+            self._release(self.job.owner, how)
+        self.claim(WORKERS[0], lost_answer=False, alone=True)
+        if not self.fences:
+            return
+        self._publish(self.fences[-1], 0, counts[0])
+        self.clock.go_on(steps * STEP)
+        self._renew(self.fences[-1], "decode", 0)
+        self._publish(self.fences[-1], 0, counts[1])
+
+    @precondition(lambda self: self.fences)
+    @rule(data=st.data(), skip=st.sampled_from([0, 0, 0, -2, -1, 1]), count=counts)
     def publish(self, data: st.DataObject, skip: int, count: int) -> None:
-        fence = self._fence(data)
+        self._publish(self._fence(data), skip, count)
+
+    def _publish(self, fence: Fence, skip: int, count: int) -> None:
         have = len(self.job.tokens) if self.job else 0
         first = max(1, have + 1 + skip)
         tokens = [Token(1000 + i, i, "x", -1.0) for i in range(first, first + count)]
@@ -144,7 +166,9 @@ class Lives(RuleBasedStateMachine):
         done=st.integers(0, 3),
     )
     def renew(self, data: st.DataObject, phase: str, done: int) -> None:
-        fence = self._fence(data)
+        self._renew(self._fence(data), phase, done)
+
+    def _renew(self, fence: Fence, phase: str, done: int) -> None:
         answer = self.scripts.renew(
             fence, holder="w0", lease_ms=600_000, phase=phase, done=done, total=9
         )
@@ -162,9 +186,14 @@ class Lives(RuleBasedStateMachine):
             self.job.prefilled = done
             self.job.progress()
 
-    @rule(steps=st.sampled_from([1, 1, 2, 3, 8, 30]))
-    def time_passes(self, steps: int) -> None:
+    @rule(steps=st.sampled_from([1, 1, 2, 3, 8, 30]), seen=st.booleans())
+    def time_passes(self, steps: int, seen: bool) -> None:
+        """And whoever looks at the time does so."""
         self.clock.go_on(steps * STEP)
+        if seen:
+            self.sweep()
+            if self.fences:
+                self._renew(self.fences[-1], "decode", 0)
 
     @rule()
     def sweep(self) -> None:
@@ -206,7 +235,9 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.fences)
     @rule(data=st.data(), reason=st.sampled_from(["drain", "preempt", "error"]))
     def release(self, data: st.DataObject, reason: str) -> None:
-        fence = self._fence(data)
+        self._release(self._fence(data), reason)
+
+    def _release(self, fence: Fence, reason: str) -> None:
         answer = self.scripts.release(fence, reason, "boom")
         if not self._current(fence):
             assert answer == "fenced"
@@ -254,7 +285,7 @@ class Lives(RuleBasedStateMachine):
         else:
             self.job.resume(self.clock.at)
 
-    @precondition(lambda self: len(self.fences) > 3)
+    @precondition(lambda self: len(self.fences) > 8)
     @rule()
     def delete(self) -> None:
         self._run("delete", JOB)
@@ -311,6 +342,11 @@ class Lives(RuleBasedStateMachine):
         assert int(fields.get(b"crashes", 0)) == job.crashes
         assert int(fields.get(b"preemptions", 0)) == job.preemptions
         assert usage == fields[b"held"]
+        assert int(fields.get(b"prefilled", 0)) == job.prefilled
+        assert self.clock.is_at(fields.get(b"apart_at"), job.apart_at)
+        assert int(fields.get(b"calm_at", 0)) == (job.calm_at or 0)
+        if job.state == "running":
+            assert int(fields[b"moved"]) == job.moved
         assert (job.finished_at is not None) == (job.state in OVER)
         assert self.clock.is_at(fields.get(b"finished_at"), job.finished_at)
         until = None if job.finished_at is None else job.finished_at + RETENTION
@@ -366,7 +402,7 @@ def machine() -> Any:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("examples", [80, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [100, pytest.param(1000, marks=pytest.mark.slow)])
 def test_every_order_of_moves_keeps_the_invariants(machine: Any, examples: int) -> None:
     run_state_machine_as_test(
         machine,

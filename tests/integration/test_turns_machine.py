@@ -48,9 +48,19 @@ model_names = st.sampled_from([*MODELS, MODELS[0], MODELS[0]])
 tenants = st.sampled_from(["a", "b"])
 priorities = st.sampled_from([-3, -3, 0, 0, 4])
 sizes = st.sampled_from([20, 20, 50, 90])  # max_tokens
-ttls = (None, None, None, 20)
-kinds = st.tuples(model_names, tenants, priorities, sizes, st.sampled_from(ttls))
-Kind = tuple[str, str, int, int, int | None]
+limits = (None, None, None, ("queue_ttl", 20), ("deadline", 40))
+histories = st.sampled_from([0, 0, 0, 1, 2, 5])  # how often it made way before
+kinds = st.tuples(model_names, tenants, priorities, sizes, st.sampled_from(limits), histories)
+Kind = tuple[str, str, int, int, tuple[str, int] | None, int]
+rivals = st.tuples(
+    st.just(MODELS[0]),
+    tenants,
+    st.sampled_from([0, 4, 4]),
+    sizes,
+    st.sampled_from([*limits, ("queue_ttl", 5)]),
+    histories,
+)
+begun = st.sampled_from([(1, 1), (1, 1), (0, 1), (1, 0)])
 rooms = st.sampled_from([None, None, None, 10, 60])
 
 
@@ -59,8 +69,12 @@ class Turns(RuleBasedStateMachine):
 
     client: Any  # redis-py types every answer as maybe awaitable
 
-    @initialize(first=st.lists(kinds, min_size=3, max_size=6), workers=st.permutations(WORKERS))
-    def begin(self, first: list[Kind], workers: list[str]) -> None:
+    @initialize(
+        first=st.lists(kinds, min_size=3, max_size=6),
+        workers=st.permutations(WORKERS),
+        tokens=begun,
+    )
+    def begin(self, first: list[Kind], workers: list[str], tokens: tuple[int, int]) -> None:
         self.client.flushall()
         self.keys = Keys("x:")
         self.clock = StillClock(self.client, self.keys)
@@ -74,16 +88,15 @@ class Turns(RuleBasedStateMachine):
         self.asked: set[Fence] = set()
         self.emptying: set[str] = set()
         for kind in first:
-            self._submit(*kind)
-        self.fill(workers)
+            self._submit(kind)
+        self.fill(workers, tokens)
 
     def _run(self, name: str, *args: Any) -> Any:
         script = self.client.register_script(script_source("tenuto_client", name))
         return script(args=[self.keys.namespace, ticket_payload(0), *args])
 
-    def _submit(
-        self, model: str, tenant: str, priority: int, max_tokens: int, queue_ttl: int | None
-    ) -> None:
+    def _submit(self, kind: Kind) -> None:
+        model, tenant, priority, max_tokens, limit, history = kind
         at, place = self.clock.at, len(self.book.jobs)
         job = Member(
             id=f"job{place}",
@@ -93,10 +106,20 @@ class Turns(RuleBasedStateMachine):
             place=place,
             max_tokens=max_tokens,
             queued_at=at,
-            queue_until=None if queue_ttl is None else at + queue_ttl,
+            preemptions=history,
         )
-        args = [job.id, model, tenant, priority, b"spec", 100, "", "", "", max_tokens, b"", 0]
-        args += [] if queue_ttl is None else ["queue_ttl", queue_ttl]
+        options = {"preemptions": history} if history else {}
+        until = ""
+        if limit is not None:
+            name, seconds = limit
+            if name == "deadline":
+                job.deadline = at + seconds
+                until = f"{self.clock.in_redis(job.deadline):.3f}"
+            else:
+                job.queue_until = at + seconds
+                options[name] = seconds
+        args = [job.id, model, tenant, priority, b"spec", 100, until, "", "", max_tokens, b"", 0]
+        args += [part for pair in options.items() for part in pair]
         assert self._run("submit", *args) == [b"created", job.id.encode()]
         self.book.jobs[job.id] = job
         self.book.line_up()
@@ -107,7 +130,7 @@ class Turns(RuleBasedStateMachine):
     @precondition(lambda self: self._living() < MOST_LIVING)
     @rule(kind=kinds)
     def submit(self, kind: Kind) -> None:
-        self._submit(*kind)
+        self._submit(kind)
 
     def _free(self) -> list[tuple[str, str]]:
         """Worker and model of each free slot for which something may be taken."""
@@ -126,12 +149,12 @@ class Turns(RuleBasedStateMachine):
         worker, model = data.draw(st.sampled_from(self._free()))
         self._claim(worker, model, room, tokens)
 
-    @rule(workers=st.permutations(WORKERS))
-    def fill(self, workers: list[str]) -> None:
-        """Everyone takes all that it can."""
-        for worker in workers:
+    @rule(workers=st.permutations(WORKERS), tokens=begun)
+    def fill(self, workers: list[str], tokens: tuple[int, int]) -> None:
+        """Everyone takes all that it can, and publishes so many tokens of each."""
+        for worker, new in zip(workers, tokens, strict=True):
             for model in MODELS:
-                while (worker, model) in self._free() and self._claim(worker, model, None, 1):
+                while (worker, model) in self._free() and self._claim(worker, model, None, new):
                     pass
 
     def _claim(self, worker: str, model: str, room: int | None, tokens: int) -> bool:
@@ -198,12 +221,16 @@ class Turns(RuleBasedStateMachine):
         run.progress()
         assert answer.apart == run.trust(self.clock.at)
 
-    @rule(steps=st.sampled_from([1, 1, 2, 4, 11]))
-    def time_passes(self, steps: int) -> None:
+    @rule(steps=st.sampled_from([1, 2, 4, 11, 23]), swept=st.booleans())
+    def time_passes(self, steps: int, swept: bool) -> None:
         self.clock.go_on(steps * STEP)
+        if swept:
+            late = [job.id for job in self.book.queued() if job.end_if_late(self.clock.at)]
+            assert sorted(self.scripts.sweep()) == sorted(late)
+            self.book.line_up()
 
     @rule(
-        steps=st.sampled_from([0, 0, 1, 2, 2, 3]),
+        steps=st.sampled_from([0, 1, 2, 3, 11]),
         workers=st.permutations(WORKERS),
         for_slot=st.sampled_from([True, True, False]),
         room=rooms,
@@ -217,21 +244,18 @@ class Turns(RuleBasedStateMachine):
 
     @precondition(lambda self: self._living() < MOST_LIVING)
     @rule(
-        kind=st.tuples(
-            st.just(MODELS[0]),
-            tenants,
-            st.sampled_from([0, 4, 4]),
-            sizes,
-            st.sampled_from([*ttls, 5]),
-        ),
-        steps=st.sampled_from([1, 2, 2, 2, 3]),
+        kind=rivals,
+        steps=st.sampled_from([1, 2, 2, 2, 3, 4]),
         workers=st.permutations(WORKERS),
+        tokens=begun,
         room=rooms,
     )
-    def rush(self, kind: Kind, steps: int, workers: list[str], room: int | None) -> None:
+    def rush(
+        self, kind: Kind, steps: int, workers: list[str], tokens: tuple[int, int], room: int | None
+    ) -> None:
         """Something important comes while all are busy, and waits until everyone asks."""
-        self.fill(workers)
-        self._submit(*kind)
+        self.fill(workers, tokens)
+        self._submit(kind)
         self.clock.go_on(steps * STEP)
         for worker in workers:
             self._ask(worker, MODELS[0], PATIENCE_S, room)
@@ -334,30 +358,45 @@ class Turns(RuleBasedStateMachine):
             job.resume(self.clock.at)
             self.book.line_up()
 
-    @rule()
-    def sweep(self) -> None:
-        late = [job.id for job in self.book.queued() if job.end_if_late(self.clock.at)]
-        assert sorted(self.scripts.sweep()) == sorted(late)
-        self.book.line_up()
-
     @precondition(lambda self: self.book.running())
-    @rule(data=st.data(), lost=st.sampled_from(["child", "child", "lease", "machine"]))
-    def fail(self, data: st.DataObject, lost: str) -> None:
-        """A child dies; a lease runs out, and is reaped or, with the machine, not seen yet."""
+    @rule(
+        data=st.data(),
+        lost=st.sampled_from(["child", "child", "lease", "machine"]),
+        workers=st.permutations(WORKERS),
+    )
+    def fail(self, data: st.DataObject, lost: str, workers: list[str]) -> None:
+        """A child dies; a lease runs out, and is reaped or, with the machine, not seen yet. After
+        a while everyone asks."""
         if lost == "child":
             self._die(data)
         else:
             self._lapse(data, reaped=lost == "lease")
+        self.ask(2, workers, True, None)
 
     def _die(self, data: st.DataObject) -> None:
         """The next incarnation takes back what ran."""
-        worker = data.draw(st.sampled_from(sorted({str(j.holder) for j in self.book.running()})))
+        self._take_back(
+            data.draw(st.sampled_from(sorted({str(run.holder) for run in self.book.running()})))
+        )
+
+    def _take_back(self, worker: str) -> None:
         for run in self.book.running(worker):
             answer = self.scripts.take_back(run.id, worker, crashed=True)
             run.crash()
             run.die(self.clock.at)
             assert answer == run.state
             self._left()
+
+    @precondition(lambda self: self._living() < MOST_LIVING)
+    @rule(kind=rivals, workers=st.permutations(WORKERS), steps=st.sampled_from([2, 11, 14]))
+    def poison(self, kind: Kind, workers: list[str], steps: int) -> None:
+        """The child that took something important dies at once. It waits until everyone asks."""
+        self._submit(kind)
+        self.fill(workers, (0, 0))
+        last = self.book.jobs[f"job{len(self.book.jobs) - 1}"]
+        if last.state == "running":
+            self._take_back(str(last.holder))
+        self.ask(steps, workers, True, None)
 
     def _lapse(self, data: st.DataObject, *, reaped: bool) -> None:
         run, _ = self._draw_run(data)
