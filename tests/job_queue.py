@@ -8,6 +8,7 @@ from typing import Any
 
 import redis
 
+from moves import Moves
 from tenuto_client import (
     JobSpec,
     Keys,
@@ -20,7 +21,7 @@ from tenuto_client import (
     unpack_entry,
 )
 from tenuto_client._records import EndEvent, StateEvent
-from tenuto_worker._scripts import Claim, JobScripts, Left, claim_call
+from tenuto_worker._calls import Claim, Left, claim_call
 
 MODEL = "tiny"
 HOLDER = "host-dir-0"
@@ -39,7 +40,7 @@ class JobQueue:
         self.client = redis.Redis.from_url(url, socket_timeout=10)
         self.keys = Keys(namespace)
         self.model = model
-        self.scripts = JobScripts(self.client, self.keys)
+        self.scripts = Moves(self.client, self.keys)
         info = ModelInfo(model, 4096, 400, "f", 0.0)
         self.client.hset(self.keys.models(), mapping={model: pack_announcement(info)})
 

@@ -20,10 +20,10 @@ from exact_runs import (
     prepared,
     worker_of,
 )
+from moves import Moves
 from servers import RealServer
 from tenuto_client import JobState, Keys
 from tenuto_client._command import main
-from tenuto_worker._scripts import JobScripts
 from workers import poll_until
 
 NAMESPACE = "tenuto:"
@@ -104,7 +104,7 @@ def _requeue(server: RealServer, job: str) -> None:
     """As a reaper does with a job whose worker is dead."""
     with server.client() as client:
         client.delete(KEYS.lease(job))
-        assert JobScripts(client, KEYS).reap(job) == "queued"
+        assert Moves(client, KEYS).reap(job) == "queued"
 
 
 def _recover(

@@ -14,6 +14,7 @@ import redis
 from servers import RealServer
 from step_worker import MODEL, StepWorker
 from tenuto_client import Client, Job, JobGone, JobState, Keys
+from tenuto_worker._calls import finish_call
 from tiny_models import build_tiny_model
 from workers import poll_until
 
@@ -111,8 +112,9 @@ async def to_failed(client: Client, worker: StepWorker, job: Job) -> None:
     worker.claim()
     worker.decode(9)
     worker.save()
-    scripts = worker.rooms.publisher._scripts
-    scripts.finish(worker.run.fence, state="failed", error="for this test")
+    rooms = worker.rooms
+    end = finish_call(worker.run.fence, durable=0, state="failed", error="for this test")
+    rooms.publisher._scripts.run(end)
     worker.publish()
     worker.settle()
 

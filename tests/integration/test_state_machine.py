@@ -24,11 +24,12 @@ from hypothesis.stateful import (
 )
 
 from expected_job import OVER, Expected
+from moves import Moves
 from servers import RealServer
 from still_clock import MARGIN, STEP, StillClock
 from tenuto_client import Keys, Token, script_source, ticket_payload, unpack_entry
 from tenuto_client._records import EndEvent, StateEvent
-from tenuto_worker._scripts import Claim, Fence, JobScripts, PublishStatus, claim_call
+from tenuto_worker._calls import Claim, Fence, PublishStatus, claim_call
 
 MODEL = "m"
 JOB = "job"
@@ -52,7 +53,7 @@ class Lives(RuleBasedStateMachine):
         self.client.flushall()
         self.keys = Keys("x:")
         self.clock = StillClock(self.client, self.keys)
-        self.scripts = JobScripts(self.client, self.keys)
+        self.scripts = Moves(self.client, self.keys)
         self.client.hset(self.keys.models(), MODEL, b"")
         self.fences: list[Fence] = []
         self.nonces = 0

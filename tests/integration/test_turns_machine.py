@@ -24,6 +24,7 @@ from hypothesis.stateful import (
 )
 
 from expected_job import OVER
+from moves import Moves
 from queue_check import QueueCheck
 from servers import RealServer
 from still_clock import STEP, StillClock
@@ -35,7 +36,7 @@ from tenuto_client import (
     script_source,
     ticket_payload,
 )
-from tenuto_worker._scripts import Claim, Fence, JobScripts, Yield, claim_call, preempt_call
+from tenuto_worker._calls import Claim, Fence, Yield, claim_call, preempt_call
 from turn_rules import HOLD_S, HOME_S, MEMORY_S, PATIENCE_S, Book, Member, Terms
 
 MODELS = ("m", "n")
@@ -78,7 +79,7 @@ class Turns(RuleBasedStateMachine):
         self.client.flushall()
         self.keys = Keys("x:")
         self.clock = StillClock(self.client, self.keys)
-        self.scripts = JobScripts(self.client, self.keys)
+        self.scripts = Moves(self.client, self.keys)
         for model in MODELS:
             info = pack_announcement(ModelInfo(model, 4096, 400, "f", 0.0))
             self.client.hset(self.keys.models(), model, info)

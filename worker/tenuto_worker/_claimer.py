@@ -12,12 +12,13 @@ from functools import partial
 from typing import Final
 
 from . import _metrics as metrics
+from ._calls import Call, Claim, Left, Yield, claim_call, preempt_call
 from ._errors import RedisAway
 from ._logging import get_log
 from ._models import ModelPool
 from ._redis import Backoff, Outage
 from ._run import Run, Runs
-from ._scripts import Call, Claim, JobScripts, Left, Yield, claim_call, preempt_call
+from ._scripts import JobScripts
 from ._settings import WorkerSettings
 from ._yielding import Yielding
 

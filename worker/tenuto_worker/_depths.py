@@ -6,9 +6,10 @@ import time
 from collections.abc import Iterable
 from typing import Final
 
+from ._calls import Depth, depth_call
 from ._errors import RedisAway
 from ._redis import Outage
-from ._scripts import Depth, JobScripts, depth_call
+from ._scripts import JobScripts
 
 _STALE_ROUNDS: Final = 3
 

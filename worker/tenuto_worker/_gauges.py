@@ -18,11 +18,11 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from ._calls import Depth
 from ._health import Health, Stage
 from ._hosted import ModelState
 from ._redis import Outage
 from ._run import Phase, Run
-from ._scripts import Depth
 from ._settings import WorkerSettings
 from ._tallies import Distribution, Tally
 

@@ -18,11 +18,12 @@ import redis
 from tenuto_client import Keys
 
 from . import _metrics as metrics
+from ._calls import expire_call, mend_tickets_call, reap_call, sweep_call
 from ._collector import Collector
 from ._errors import RedisAway
 from ._logging import get_log
 from ._redis import Outage, uptime
-from ._scripts import JobScripts, reap_call
+from ._scripts import JobScripts
 from ._settings import WorkerSettings
 from ._take_back import take_back_job
 
@@ -156,7 +157,7 @@ class Housekeeper:
         """Announce this worker, mend tickets, end jobs that waited too long, expire ended ones."""
         self._announce()
         for model in self._settings.models:
-            if mended := self._scripts.mend_tickets(model):
+            if mended := self._scripts.run(mend_tickets_call(model)):
                 # Nothing went wrong: the ticket of a job that nobody may claim yet is used up.
                 self._log.debug("tickets mended", model=model, count=mended)
         self._sweep()
@@ -164,7 +165,7 @@ class Housekeeper:
 
     def _sweep(self) -> None:
         end = time.monotonic() + _EXPIRE_S
-        while ended := self._scripts.sweep():
+        while ended := self._scripts.run(sweep_call()):
             for job in ended:
                 self._log.info("job waited too long", job=job)
             if time.monotonic() >= end:
@@ -174,7 +175,7 @@ class Housekeeper:
         """What is due, in pieces that do not hold Redis up, while reaping can wait."""
         end = time.monotonic() + _EXPIRE_S
         count = 0
-        while gone := self._scripts.expire():
+        while gone := self._scripts.run(expire_call()):
             count += len(gone)
             if time.monotonic() >= end:
                 break

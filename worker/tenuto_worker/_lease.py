@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 
 from . import _metrics as metrics
+from ._calls import Call, Renewed, renew_call
 from ._errors import RedisAway
 from ._redis import Outage
 from ._run import Run, Runs, Stop
-from ._scripts import Call, JobScripts, Renewed, renew_call
+from ._scripts import JobScripts
 from ._settings import WorkerSettings
 
 # Shorter than any renewal: owners must be back before reapers may act.

@@ -23,13 +23,14 @@ from tenuto_client import (
     unpack_spec,
 )
 
+from ._calls import Bound, bind_call
 from ._checkpoints import Checkpoints, engine_tokens
 from ._errors import BadJob, Interrupted, LeftToOthers, NoMemory
 from ._job_limits import JobLimits
 from ._models import Admission
 from ._other_workers import OtherWorkers
 from ._redis import Patience
-from ._run import Bound, End, EndKind, Phase, Run, Stop, end_of
+from ._run import End, EndKind, Phase, Run, Stop, end_of
 from ._scripts import JobScripts
 from ._settings import WorkerSettings
 
@@ -303,20 +304,11 @@ class Preparer:
         described: bytes = msgpack.packb(geometry.to_dict())
         bound = Bound(packed, len(prompt), geometry.fingerprint, described, self._reach)
         label = run.label
-        owned = self._wait(
+        answer = self._wait(
             run,
-            lambda: self._scripts.bind(
-                run.fence,
-                prompt_ids=bound.prompt_ids,
-                prompt_tokens=bound.prompt_tokens,
-                fingerprint=bound.fingerprint,
-                geometry=bound.geometry,
-                reach=bound.reach,
-                exactness=label[0],
-                exactness_reason=label[1],
-            ),
+            lambda: self._scripts.run(bind_call(run.fence, bound, *label)),
         )
-        if not owned:
+        if answer != "ok":
             run.ask_to_stop(Stop.FENCED)
             raise Interrupted("fenced")
         run.bound, run.label_sent = bound, label

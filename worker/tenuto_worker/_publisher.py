@@ -14,12 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import _metrics as metrics
-from ._errors import RedisAway
-from ._redis import Backoff, Outage
-from ._run import End, EndKind, Phase, Run, Runs, Stop
-from ._scripts import (
+from ._calls import (
     Call,
-    JobScripts,
     Published,
     PublishStatus,
     bind_call,
@@ -27,6 +23,10 @@ from ._scripts import (
     publish_call,
     release_call,
 )
+from ._errors import RedisAway
+from ._redis import Backoff, Outage
+from ._run import End, EndKind, Phase, Run, Runs, Stop
+from ._scripts import JobScripts
 from ._settings import WorkerSettings
 
 _ENTRIES_A_ROUND = 64
@@ -133,16 +133,7 @@ class Publisher:
     def _label_item(self, run: Run) -> _Item:
         assert run.bound is not None
         label = run.label
-        call = bind_call(
-            run.fence,
-            prompt_ids=run.bound.prompt_ids,
-            prompt_tokens=run.bound.prompt_tokens,
-            fingerprint=run.bound.fingerprint,
-            geometry=run.bound.geometry,
-            reach=run.bound.reach,
-            exactness=label[0],
-            exactness_reason=label[1],
-        )
+        call = bind_call(run.fence, run.bound, *label)
 
         def take(run: Run, answer: str) -> None:
             if answer == "fenced":

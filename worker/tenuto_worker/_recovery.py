@@ -19,6 +19,7 @@ import redis
 from tenuto_client import Keys, Token, pack_tokens, unpack_spec
 from tenuto_engine import CheckpointError, job_folder, job_ids
 
+from ._calls import recover_call
 from ._remains import Remains, Unreadable, remains_of
 from ._scripts import JobScripts
 
@@ -114,7 +115,8 @@ class Recovery:
         # Before the job: whoever claims it must be allowed to use its checkpoints.
         self._client.sadd(self._keys.heirs(), remains.meta.namespace)
         built = self._build(job_id, remains.tokens) if remains.tokens else ""
-        answer = self._scripts.recover(*_arguments(remains, self._keys, self._reach, built))
+        arguments = _arguments(remains, self._keys, self._reach, built)
+        answer = self._scripts.run(recover_call(*arguments))
         return Outcome(job_id, was_there=True) if answer == "there" else done
 
     def _build(self, job_id: str, tokens: Sequence[Token]) -> str:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from tenuto_client import Token
 
 from . import _metrics as metrics
+from ._calls import Bound, Claim, Fence
 from ._logging import Log, get_log
-from ._scripts import Claim, Fence
 from ._spans import begin_span, trace_id
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Run:
         durable_at: when that was last so, or it was claimed, by the monotonic clock.
         checkpoint_error: why its last checkpoint could not be saved; "" if it was. Set by the
             writer.
-        bound: what was stored with the claim; None before.
+        bound: what it goes by, as it was stored; None before.
         label_sent: the label that Redis knows.
         end: set once, when the row is closed.
         end_tried: it was sent, but no answer came.
@@ -236,17 +236,6 @@ class Run:
         elif self.exactness_reason != instead_of:
             return
         self.exactness, self.exactness_reason = "recomputed", reason
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """What `bind` stores of an attempt; kept, because a new label is stored the same way."""
-
-    prompt_ids: bytes
-    prompt_tokens: int
-    fingerprint: str
-    geometry: bytes
-    reach: str
 
 
 class Runs:

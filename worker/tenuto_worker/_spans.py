@@ -17,8 +17,8 @@ import os
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
+from ._calls import Claim
 from ._errors import ConfigError
-from ._scripts import Claim
 
 _NAME = "tenuto.attempt"
 _FLUSH_MS = 2000

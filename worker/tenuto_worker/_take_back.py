@@ -15,6 +15,7 @@ import redis
 from tenuto_client import Keys
 
 from . import _metrics as metrics
+from ._calls import take_back_call
 from ._logging import get_log
 from ._redis import Patience
 from ._scripts import JobScripts
@@ -43,7 +44,7 @@ def take_back(
 
 def take_back_job(scripts: JobScripts, job_id: str, holder: str, *, crashed: bool = False) -> bool:
     """Requeue a job if it is running and `holder`, which is dead, had it; whether it was so."""
-    state = scripts.take_back(job_id, holder, crashed=crashed)
+    state = scripts.run(take_back_call(job_id, holder, crashed=crashed))
     if state == "foreign":
         return False
     metrics.taken_back.inc()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from ._calls import Yield
 from ._logging import get_log
 from ._run import Run, Runs, Stop
-from ._scripts import Yield
 
 
 class Yielding:
