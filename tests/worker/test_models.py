@@ -6,111 +6,18 @@ import gc
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from job_queue import JobQueue
-from step_worker import StepWorker
+from model_shop import NAMES, ROW, Budget, Shop, run_job, warm
 from tenuto_client import unpack_worker
-from tenuto_engine import Engine, model_facts
+from tenuto_engine import model_facts
 from tenuto_worker._errors import ConfigError
 from tenuto_worker._hosted import Hosted, ModelState
-from tenuto_worker._memory_turns import MemoryTurns
-from tenuto_worker._models import RESERVE
 from tenuto_worker._run import Stop
-from tiny_models import build_tiny_model
-
-NAMES = ("a", "b", "c")
-ROW = 64
-"""Tokens of the rows of these tests, prompt and answer."""
-
-Budget = Callable[..., float]
-
-
-@pytest.fixture
-def folders(tmp_path: Path) -> dict[str, Path]:
-    return {
-        name: build_tiny_model(tmp_path / name, seed=seed) for seed, name in enumerate(NAMES, 1)
-    }
-
-
-@pytest.fixture(scope="module")
-def budget(tmp_path_factory: pytest.TempPathFactory) -> Budget:
-    """The budget for so many models and so many rows of `tokens`, and not a byte more."""
-    engine = Engine.load(build_tiny_model(tmp_path_factory.mktemp("measured")))
-
-    def of(models: int, rows: int, tokens: int = ROW) -> float:
-        size = models * engine.weight_bytes + rows * engine.row_cost.of(tokens)
-        return (size + 1) / (1 - RESERVE)
-
-    return of
-
-
-class Shop:
-    """A queue for each of three models, and workers that serve them."""
-
-    def __init__(
-        self, url: str, namespace: str, folders: dict[str, Path], data: Path, stack: ExitStack
-    ) -> None:
-        self._url, self._namespace, self._data, self._stack = url, namespace, data, stack
-        self.folders = folders
-        self.queues = {name: JobQueue(url, namespace, name) for name in NAMES}
-        for queue in self.queues.values():
-            stack.callback(queue.close)
-
-    def worker(self, memory_budget: float = math.inf, **settings: Any) -> StepWorker:
-        """One that has all three models, and begins with those that fit."""
-        values = {"load_retry_seconds": 0.0} | settings
-        return self._stack.enter_context(
-            StepWorker(
-                self._url,
-                self._namespace,
-                Path(),
-                self._data,
-                models=self.folders,
-                memory_budget=memory_budget,
-                **values,
-            )
-        )
-
-    def submit(self, model: str, *, prompt: Any = (1, 2, 3, 4), **options: Any) -> str:
-        """A job whose row has `ROW` tokens."""
-        tokens = {"max_tokens": ROW - 4} | options
-        return self.queues[model].submit(prompt=prompt, **tokens)
-
-    def state(self, job_id: str) -> str:
-        return self.queues["a"].state(job_id)
-
-    def tokens(self, job_id: str) -> list[int]:
-        return [token.token for token in self.queues["a"].tokens(job_id)]
-
-
-@pytest.fixture
-def shop(
-    redis_url: str, namespace: str, folders: dict[str, Path], tmp_path: Path
-) -> Iterator[Shop]:
-    with ExitStack() as stack:
-        yield Shop(redis_url, namespace, folders, tmp_path / "data", stack)
-
-
-def warm(worker: StepWorker) -> set[str]:
-    """The models in memory."""
-    states = worker.rooms.pool.states()
-    return {name for name, state in states.items() if state is ModelState.WARM}
-
-
-def run_job(shop: Shop, worker: StepWorker, model: str, **options: Any) -> str:
-    """A job from submit to end."""
-    job = shop.submit(model, **options)
-    assert worker.claim(model)
-    worker.finish()
-    return job
-
 
 # -- which models are in memory ---------------------------------------------------------
 
@@ -450,52 +357,6 @@ def test_a_job_too_long_here_waits_while_a_living_worker_has_more_memory(
     assert not worker.rooms.claimer.claim_one("a")
     assert shop.state(job) == "queued"
     assert large.claim("a")
-
-
-# -- whose turn it is -------------------------------------------------------------------
-
-
-def test_a_model_that_waits_for_memory_gets_its_turn_though_others_are_never_idle(
-    shop: Shop, budget: Budget
-) -> None:
-    worker = shop.worker(budget(1, 1), slots=1, memory_wait_seconds=0.0)
-    pool = worker.rooms.pool
-    for _ in range(3):
-        shop.submit("a", max_tokens=10)
-    waiting = shop.submit("c", max_tokens=10)
-    assert worker.claim("a")
-    pool.turn()  # notices that c is wanted and has no memory
-    worker.finish()
-    assert not pool.may_claim("a")
-    assert worker.claim("c")
-    worker.finish()
-    assert shop.state(waiting) == "completed"
-    assert pool.may_claim("a")
-
-
-def test_the_turn_is_over_when_nobody_wants_the_model_any_more(shop: Shop, budget: Budget) -> None:
-    worker = shop.worker(budget(1, 1), slots=1, memory_wait_seconds=0.0)
-    pool = worker.rooms.pool
-    shop.submit("a")
-    waiting = shop.submit("c")
-    assert worker.claim("a")
-    pool.turn()
-    shop.queues["c"].cancel(waiting)
-    pool.turn()
-    worker.finish()
-    assert pool.may_claim("a")
-
-
-def test_the_model_that_has_waited_longest_beyond_patience_has_the_turn() -> None:
-    turns = MemoryTurns(30.0)
-    turns.waits("b", 10.0)
-    turns.waits("a", 20.0)
-    turns.waits("b", 30.0)
-    assert turns.whose(39.0) is None
-    assert turns.whose(40.0) == "b"
-    assert turns.whose(60.0) == "b"
-    turns.settled("b")
-    assert turns.whose(60.0) == "a"
 
 
 def test_facts_name_the_models_that_are_not_loaded(shop: Shop, budget: Budget) -> None:

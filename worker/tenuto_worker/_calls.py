@@ -40,6 +40,7 @@ class Claim:
         waited, age: seconds from when it was queued, and from its submit, to this claim.
         traceparent: the span that it was submitted in, as W3C writes it.
         suspect: a worker may have died of it, so that it has to run apart.
+        preemptions: how often it made way before.
     """
 
     fence: Fence
@@ -60,6 +61,8 @@ class Claim:
     age: float
     traceparent: str | None
     suspect: bool = False
+    priority: int = 0
+    preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,23 @@ class Yield:
 
     of: str | None
     to: str
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The queued job that comes first of those that a worker may take, had it the memory.
+
+    Attributes:
+        tokens: of its prompt and longest answer; without the prompt while that was not counted.
+        waited: seconds in the queue.
+        provided: something makes way for it already.
+    """
+
+    job_id: str
+    priority: int
+    tokens: int
+    waited: float
+    provided: bool
 
 
 class PublishStatus(StrEnum):
@@ -214,6 +234,26 @@ def preempt_call(
     return Call("preempt", (model, *own, *limits, patience_s, hold_s), _yield)
 
 
+def head_call(
+    model: str,
+    *,
+    fingerprint: str,
+    reach: str,
+    exact_wait_s: float,
+    max_prompt: int | None = None,
+    max_tokens: int | None = None,
+    room_alone: int | None = None,
+) -> Call[Head | None]:
+    """The best queued job that this worker may take, had it the memory; the terms as of a claim."""
+    own = (fingerprint, reach, exact_wait_s)
+    return Call("head", (model, *own, *_limits(max_prompt, max_tokens, room_alone)), _head)
+
+
+def provide_call(job_id: str) -> Call[bool]:
+    """Note that something makes way for a queued job; False where that is not needed any more."""
+    return Call("provide", (job_id,), bool)
+
+
 def publish_call(fence: Fence, tokens: Sequence[Token], *, durable: int) -> Call[Published]:
     """Append tokens of consecutive indexes to the job's stream.
 
@@ -319,6 +359,13 @@ def _ids(reply: list[bytes]) -> list[str]:
     return [each.decode() for each in reply]
 
 
+def _head(reply: list[Any]) -> Head | None:
+    if not reply:
+        return None
+    job, priority, tokens, waited, provided = reply
+    return Head(job.decode(), priority, tokens, float(waited), bool(provided))
+
+
 def _published(reply: list[Any]) -> Published:
     status, count, cancel, apart = reply
     return Published(PublishStatus(status.decode()), count, bool(cancel), bool(apart))
@@ -373,6 +420,8 @@ def _claim(reply: list[Any]) -> Claim | list[Left]:
         age=before_claim(b"created_at"),
         traceparent=text(b"traceparent"),
         suspect=b"suspect" in fields,
+        priority=int(fields[b"priority"]),
+        preemptions=int(fields.get(b"preemptions", 0)),
     )
 
 

@@ -12,11 +12,12 @@ from functools import partial
 from typing import Final
 
 from . import _metrics as metrics
-from ._calls import Call, Claim, Left, Yield, claim_call, preempt_call
+from ._calls import Call, Claim, Head, Left, Yield, claim_call, head_call, preempt_call
 from ._errors import RedisAway
 from ._logging import get_log
 from ._models import ModelPool
 from ._redis import Backoff, Outage
+from ._room_maker import RoomMaker
 from ._run import Run, Runs
 from ._scripts import JobScripts
 from ._settings import WorkerSettings
@@ -76,6 +77,7 @@ class Claimer:
         self._reach = reach
         self._on_claim = on_claim
         self._yielding = Yielding(runs, on_stop)
+        self._room = RoomMaker(scripts, runs, settings, outage, pool, self._head_call)
         self._left: dict[str, list[Left]] = {}
         self._changed = threading.Condition()
         self._poked = False
@@ -117,12 +119,17 @@ class Claimer:
     def turn(self) -> None:
         """Take what there is a slot for, and have runs make way for what has none."""
         self._go_apart()
-        for model in self._served:
-            while self.has_slot(model) and self.claim_one(model):
-                pass
+        self._room.look()
+        left = list(self._served)
+        while model := self._room.first([each for each in left if self.has_slot(each)]):
+            if self.claim_one(model):
+                self._room.look()
+            else:
+                left.remove(model)
         for model in self._served:
             while self._runs.all() and self._make_way(model):
                 pass
+        self._make_room()
 
     def _go_apart(self) -> None:
         """Where a suspect was trusted again and more of them wait, the next one's turn comes."""
@@ -139,17 +146,37 @@ class Claimer:
         """Whether a run was asked to make way for a job of the model that waits."""
         if self._stopping or not self._yielding.may_take():
             return False
-        has_slot = self.has_slot(model)
-        if has_slot and not any(job.why == "suspect" for job in self._left.get(model, [])):
+        is_full = self._runs.of_model(model) >= self._served[model].slots
+        may_wait = any(job.why == "suspect" for job in self._left.get(model, []))
+        if not is_full and not may_wait and self._pool.may_claim(model):
             return False
         try:
-            call = self._preempt_call(model, for_slot=not has_slot)
+            call = self._preempt_call(model, for_slot=is_full)
             asked = self._outage.attempt(partial(self._scripts.run, call))
         except RedisAway:
             return False
         if asked is not None:
             self._yielding.make_way(asked)
         return asked is not None
+
+    def _make_room(self) -> None:
+        """Have runs make way for a job that waits for memory."""
+        if self._stopping or not self._yielding.may_take():
+            return
+        if asked := self._room.make():
+            head, runs = asked
+            self._yielding.make_room(runs, head.job_id)
+
+    def _head_call(self, model: str) -> Call[Head | None]:
+        return head_call(
+            model,
+            fingerprint=self._served[model].fingerprint,
+            reach=self._reach,
+            exact_wait_s=self._settings.exact_wait_seconds,
+            max_prompt=self._settings.max_prompt,
+            max_tokens=self._settings.max_tokens,
+            room_alone=self._pool.max_context(model),
+        )
 
     def _preempt_call(self, model: str, *, for_slot: bool) -> Call[Yield | None]:
         return preempt_call(
@@ -171,7 +198,6 @@ class Claimer:
         if claim is None:
             return False
         if not isinstance(claim, Claim):
-            self._pool.note_left(model, for_memory=any(job.why == "memory" for job in claim))
             self._tell_left(model, claim)
             return False
         self._left.pop(model, None)
@@ -228,6 +254,6 @@ class Claimer:
             room=self._pool.room(model),
             alone=self._yielding.is_alone(),
             room_alone=self._pool.max_context(model),
-            memory_wait_s=self._settings.memory_wait_seconds,
+            memory_wait_s=0.0 if self._room.is_next(model) else self._settings.memory_wait_seconds,
         )
         return self._scripts.run(call)

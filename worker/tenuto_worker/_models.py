@@ -11,7 +11,7 @@ import gc
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Final
@@ -25,7 +25,6 @@ from . import _metrics as metrics
 from ._errors import ConfigError
 from ._hosted import Hosted, ModelState
 from ._logging import get_log
-from ._memory_turns import MemoryTurns
 from ._run import End, EndKind, Run, Runs, end_of
 from ._settings import WorkerSettings
 
@@ -55,13 +54,11 @@ class PoolOutlets:
         ready: the model of a run is loaded.
         end: a run ends before it began.
         changed: there may be room, or a model, that was not there before.
-        is_wanted: whether jobs of a model are queued.
     """
 
     ready: Callable[[Run], object]
     end: Callable[[Run, End], object]
     changed: Callable[[], object]
-    is_wanted: Callable[[str], bool]
 
 
 class ModelPool:
@@ -69,6 +66,7 @@ class ModelPool:
 
     Attributes:
         budget: bytes that weights and rows may take, with the reserve; infinite is no limit.
+        loaded_at: when a model was last loaded, by the monotonic clock.
         busy_since: when the load that is under way began, by the monotonic clock; None if there
             is none.
     """
@@ -78,13 +76,13 @@ class ModelPool:
         self._runs = runs
         self._outlets = outlets
         self._hosted = {name: Hosted(name, path) for name, path in settings.models.items()}
-        self._turns = MemoryTurns(settings.memory_wait_seconds)
         self._to_load: list[Hosted] = []
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._log = get_log()
         self.budget = math.inf
         self.busy_since: float | None = None
+        self.loaded_at = -math.inf
 
     # -- at the start ------------------------------------------------------------------
 
@@ -145,14 +143,25 @@ class ModelPool:
 
         return memory_use(self.budget)
 
+    def is_warm(self, model: str) -> bool:
+        """Whether the model is in memory, or is on its way there."""
+        return self._hosted[model].in_memory
+
     def may_claim(self, model: str) -> bool:
         """Whether the model is in memory, or room can be made for it, with a row."""
-        now = time.monotonic()
         with self._lock:
             hosted = self._hosted[model]
-            if hosted.rests(now) or self._turns.whose(now) not in (None, model):
+            return not hosted.rests(time.monotonic()) and not self._is_short(hosted)
+
+    def has_room(self, model: str, tokens: int, *, without: Collection[Run] = ()) -> bool:
+        """Whether a new row of so many tokens would have memory if the runs of `without` were gone,
+        and all models that have no runs then."""
+        with self._lock:
+            hosted = self._hosted[model]
+            if hosted.rests(time.monotonic()):
                 return False
-            return not self._is_short(hosted)
+            runs = [run for run in self._runs.all() if run not in without]
+            return hosted.need(tokens) <= self._left_for(hosted, runs)
 
     def room(self, model: str) -> int | None:
         """Most tokens of prompt and answer for which a new row has memory; None is no limit.
@@ -161,7 +170,7 @@ class ModelPool:
         """
         with self._lock:
             hosted = self._hosted[model]
-            return hosted.tokens_in(self._left_for(hosted))
+            return hosted.tokens_in(self._left_for(hosted, self._runs.all()))
 
     def max_context(self, model: str) -> int | None:
         """As `room`, in a worker that runs nothing else; None where memory sets no limit, which
@@ -172,14 +181,6 @@ class ModelPool:
             context = hosted.facts.context_length if hosted.facts else None
             return None if most is None or (context or math.inf) <= most else most
 
-    def note_left(self, model: str, *, for_memory: bool) -> None:
-        """A claim was answered without a job; `for_memory`: one was left for want of it."""
-        with self._lock:
-            if for_memory and self._others_run(self._hosted[model]):
-                self._turns.waits(model, time.monotonic())
-            else:
-                self._turns.settled(model)
-
     # -- a run -------------------------------------------------------------------------
 
     def bring(self, run: Run) -> None:
@@ -188,7 +189,6 @@ class ModelPool:
             hosted = self._hosted[run.model]
             run.row_tokens = known_tokens(run)
             hosted.used_at = time.monotonic()
-            self._turns.settled(run.model)
             is_warm = hosted.state is ModelState.WARM
             if not is_warm:
                 hosted.waiting.append(run)
@@ -210,7 +210,7 @@ class ModelPool:
             need = hosted.need(tokens)
             if need > self._usable - hosted.weight_bytes:
                 return Admission.NEVER
-            if need > self._left_for(hosted):
+            if need > self._left_for(hosted, self._runs.all()):
                 return Admission.WAITS
             run.row_tokens = tokens
             self._make_room()
@@ -264,27 +264,12 @@ class ModelPool:
             yield from hosted.waiting
 
     def _look_around(self) -> None:
-        """Notice models that are wanted and have no memory, and files that were mended."""
+        """Notice files that were mended."""
         now = time.monotonic()
         for hosted in self._hosted.values():
-            if hosted.rests(now):
-                continue
-            if hosted.facts is None and self._look(hosted):
+            if hosted.facts is None and not hosted.rests(now) and self._look(hosted):
                 hosted.state = ModelState.COLD
                 self._outlets.changed()
-            with self._lock:
-                # Of the others the claimer asks, and tells what it left.
-                waits = self._is_short(hosted) and self._fits_alone(hosted)
-                waits = waits and self._others_run(hosted)
-            if waits:
-                self._note_short(hosted.name, now, wanted=self._outlets.is_wanted(hosted.name))
-
-    def _note_short(self, model: str, now: float, *, wanted: bool) -> None:
-        with self._lock:
-            if wanted:
-                self._turns.waits(model, now)
-            else:
-                self._turns.settled(model)
 
     # -- loading -----------------------------------------------------------------------
 
@@ -340,7 +325,7 @@ class ModelPool:
     def _loaded(self, hosted: Hosted, engine: Engine, seconds: float) -> None:
         with self._lock:
             hosted.warmed(engine)
-            hosted.used_at = time.monotonic()
+            hosted.used_at = self.loaded_at = time.monotonic()
             self._make_room()
             waiting, hosted.waiting = hosted.waiting, []
         metrics.model_loads.labels(hosted.name, "loaded").inc()
@@ -372,38 +357,29 @@ class ModelPool:
     def _usable(self) -> float:
         return self.budget * (1 - RESERVE)
 
-    def _rows(self) -> int:
-        return sum(self._hosted[run.model].need(run.row_tokens) for run in self._runs.all())
+    def _rows(self, runs: Iterable[Run]) -> int:
+        return sum(self._hosted[run.model].need(run.row_tokens) for run in runs)
 
     def _is_short(self, hosted: Hosted) -> bool:
         """Whether there is no memory for the model, or for a row of it."""
-        left = self._left_for(hosted)
+        left = self._left_for(hosted, self._runs.all())
         return left < 0 or hosted.tokens_in(left) == 0
 
-    def _others_run(self, hosted: Hosted) -> bool:
-        """Whether models but this one have runs; what its own take, its own queue decides on."""
-        return any(run.model != hosted.name for run in self._runs.all())
-
-    def _fits_alone(self, hosted: Hosted) -> bool:
-        left = self._usable - hosted.weight_bytes
-        return left >= 0 and hosted.tokens_in(left) != 0
-
-    def _left_for(self, hosted: Hosted) -> float:
-        """Bytes for a new row of a model, if all that have no runs but itself were unloaded."""
+    def _left_for(self, hosted: Hosted, runs: Collection[Run]) -> float:
+        """Bytes for a new row of a model beside these runs, if all models that have none of them
+        but itself were unloaded."""
         pinned = sum(
             each.weight_bytes
             for each in self._hosted.values()
-            if each is hosted or (each.in_memory and not self._is_idle(each))
+            if each is hosted or (each.in_memory and not _is_idle(each, runs))
         )
-        return self._usable - pinned - self._rows()
-
-    def _is_idle(self, hosted: Hosted) -> bool:
-        return hosted.state is ModelState.WARM and not self._runs.of_model(hosted.name)
+        return self._usable - pinned - self._rows(runs)
 
     def _make_room(self) -> None:
         """Unload what has no runs, the least recently used first, until the rest fits."""
-        while self._rows() + self._weights() > self._usable:
-            idle = [each for each in self._hosted.values() if self._is_idle(each)]
+        runs = self._runs.all()
+        while self._rows(runs) + self._weights() > self._usable:
+            idle = [each for each in self._hosted.values() if _is_idle(each, runs)]
             if not idle:
                 break
             self._unload(min(idle, key=lambda each: each.used_at))
@@ -423,6 +399,10 @@ class ModelPool:
             gc.collect()
             release_memory()
         self._log.info("model unloaded", model=hosted.name, bytes=hosted.weight_bytes)
+
+
+def _is_idle(hosted: Hosted, runs: Iterable[Run]) -> bool:
+    return hosted.state is ModelState.WARM and all(run.model != hosted.name for run in runs)
 
 
 def known_tokens(run: Run) -> int:

@@ -187,20 +187,10 @@ class Rooms:
         return connect(self._settings.redis_url, timeout=timeout)
 
     def _make_pool(self) -> ModelPool:
-        client = self._connect()
-
-        def is_wanted(model: str) -> bool:
-            try:
-                return bool(client.exists(self._keys.queue(model)))
-            except (redis.RedisError, OSError):
-                # Nobody can claim now either.
-                return False
-
         outlets = PoolOutlets(
             ready=lambda run: self.preparer.submit(run),
             end=lambda run, end: self.publisher.end(run, end),
             changed=self._models_changed,
-            is_wanted=is_wanted,
         )
         return ModelPool(self._settings, self.runs, outlets)
 

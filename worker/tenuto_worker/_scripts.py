@@ -19,6 +19,8 @@ from ._calls import Call, T
 _NAMES = (
     "claim",
     "preempt",
+    "head",
+    "provide",
     "bind",
     "publish",
     "renew",

@@ -50,6 +50,10 @@ class Yielding:
         if run is not None:
             self._ask([run], f"job {asked.to} has a higher priority")
 
+    def make_room(self, runs: Iterable[Run], job_id: str) -> None:
+        """Have runs make way for a job that waits for memory."""
+        self._ask(runs, f"job {job_id} has a higher priority and needs the memory")
+
     def empty(self, why: str) -> None:
         """Have all runs make way, and take nothing until they did."""
         self._emptying = True

@@ -330,3 +330,7 @@ local function unfit(id, terms)
     if not (widest and prompt + wanted > widest) then return 'memory', 0 end
   end
 end
+
+-- Whether something makes way for a queued job already. It has so long to do so; then another one may be asked.
+local SETTLE_S = 10
+local function is_provided_for(id) return now() - tonumber(get(id, 'room_at') or 0) < SETTLE_S end

@@ -6,12 +6,11 @@
 local model, holder = A[1], A[2]
 local terms = { fingerprint = A[3], reach = A[4], exact_wait = tonumber(A[5]), max_prompt = A[6], max_tokens = A[7] }
 local room, patience, hold_s = tonumber(A[8]), tonumber(A[9]), tonumber(A[10])
--- What was asked to make way has so long, before another one is asked in its place; a worker that does not ask, so long.
-local SETTLE_S, ABSENT_S, MOST_DOUBLINGS = 10, 3, 4
+-- A worker that does not ask what it should has so long, before the next in order makes way.
+local ABSENT_S, MOST_DOUBLINGS = 3, 4
 local at = now()
 
 local function waited(id) return at - tonumber(get(id, 'queued_at')) end
-local function is_provided_for(id) return at - tonumber(get(id, 'room_at') or 0) < SETTLE_S end
 
 for _, id in ipairs(redis.call('ZRANGE', key_suspects(model), 0, 63)) do
   local is_long = waited(id) > terms.exact_wait and not is_provided_for(id)
