@@ -219,7 +219,7 @@ class DecodeThread:
         if stop is Stop.FENCED:
             self._runs.remove(run)
         else:
-            self._publisher.end(run, end_of(stop))
+            self._publisher.end(run, end_of(run, stop))
 
     def _leave_saved(self, row: _Row, stop: Stop) -> None:
         """End a run once its last checkpoint is durable, so that whoever goes on finds it.
@@ -232,7 +232,7 @@ class DecodeThread:
         def save() -> None:
             if not self._writer.wait(row.store, patience):
                 row.run.log.warning("final checkpoint not saved")
-            self._publisher.end(row.run, end_of(stop))
+            self._publisher.end(row.run, end_of(row.run, stop))
 
         threading.Thread(target=save, name="final-checkpoint", daemon=True).start()
 

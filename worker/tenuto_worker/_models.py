@@ -230,7 +230,7 @@ class ModelPool:
                 hosted.waiting = [run for run in hosted.waiting if run.stop is None]
         for run in stopped:
             assert run.stop is not None
-            self._outlets.end(run, end_of(run.stop))
+            self._outlets.end(run, end_of(run, run.stop))
 
     # -- the thread --------------------------------------------------------------------
 

@@ -180,7 +180,7 @@ class Preparer:
         stop = run.stop
         assert stop is not None, "nothing else interrupts"
         # Of a fenced run the publisher writes nothing, it only forgets it.
-        self._outlets.end(run, end_of(stop))
+        self._outlets.end(run, end_of(run, stop))
 
     # -- the steps ---------------------------------------------------------------------
 

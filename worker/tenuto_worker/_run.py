@@ -80,7 +80,7 @@ class End:
     error: str = ""
 
 
-def end_of(stop: Stop) -> End:
+def end_of(run: Run, stop: Stop) -> End:
     """How an attempt ends that was stopped. Of a fenced one nothing is written."""
     if stop in (Stop.PREEMPT, Stop.DRAIN):
         return End(EndKind.RELEASED, stop.name.lower())
@@ -89,8 +89,19 @@ def end_of(stop: Stop) -> End:
     if stop is Stop.FENCED:
         return End(EndKind.RELEASED, "fenced")
     if stop is Stop.RUNTIME:
-        return End(EndKind.FAILED, error="max_runtime: the job has run for as long as it may")
-    return End(EndKind.FAILED, error="deadline: it passed while the job was running")
+        most = run.recorded("max_runtime")
+        # What Redis counted may be more than what this clock did.
+        ran = max(run.recorded("ran") + time.monotonic() - run.claimed_at, most)
+        says = f"the job ran for {_seconds(ran)} in all, it may for {_seconds(most)}"
+        return End(EndKind.FAILED, error=f"max_runtime: {says}")
+    after = _seconds(max(run.recorded("deadline") - run.recorded("created_at"), 0))
+    says = f"the job was not done {after} after it was submitted"
+    return End(EndKind.FAILED, error=f"deadline: {says}")
+
+
+def _seconds(number: float) -> str:
+    """As the scripts write it."""
+    return f"{round(number, 1):.14g} s"
 
 
 def end_words(run: Run, state: str) -> dict[str, object]:
@@ -182,6 +193,10 @@ class Run:
     @property
     def model(self) -> str:
         return self.claim.model
+
+    def recorded(self, name: str) -> float:
+        """A number of the job's hash as it was at the claim; 0 where it has none."""
+        return float(self.claim.record.get(name, 0))
 
     @property
     def stop(self) -> Stop | None:

@@ -147,18 +147,23 @@ local function add_runtime(id)
   redis.call('HSET', key_job(id), 'ran', string.format('%.3f', tonumber(ran or 0) + seconds))
 end
 
--- Why a job that does not run must not be started any more; nil while it may be.
+-- A time for people, to a tenth of a second.
+local function seconds(number) return string.format('%.14g s', math.floor(10 * number + 0.5) / 10) end
+
+-- Why a job that does not run must not be started any more; nil while it may be. Workers say the same of one that runs.
 local function too_late(id)
-  local deadline, queue_until, queue_ttl, max_runtime, ran = unpack(redis.call('HMGET', key_job(id),
-    'deadline', 'queue_until', 'queue_ttl', 'max_runtime', 'ran'))
+  local deadline, queue_until, queue_ttl, max_runtime, ran, created_at = unpack(redis.call('HMGET', key_job(id),
+    'deadline', 'queue_until', 'queue_ttl', 'max_runtime', 'ran', 'created_at'))
   if deadline and tonumber(deadline) <= now() then
-    return 'deadline: it passed before the job was done'
+    return 'deadline: the job was not done ' .. seconds(math.max(0, tonumber(deadline) - tonumber(created_at)))
+      .. ' after it was submitted'
   end
   if queue_until and tonumber(queue_until) <= now() then
-    return 'queue_ttl: no worker had started the job after ' .. queue_ttl .. ' s'
+    return 'queue_ttl: no worker had started the job after ' .. seconds(tonumber(queue_ttl))
   end
   if max_runtime and tonumber(ran or 0) >= tonumber(max_runtime) then
-    return 'max_runtime: the job ran for ' .. ran .. ' s in all, it may for ' .. max_runtime .. ' s'
+    return 'max_runtime: the job ran for ' .. seconds(tonumber(ran)) .. ' in all, it may for '
+      .. seconds(tonumber(max_runtime))
   end
 end
 
