@@ -68,6 +68,8 @@ class WorkerInfo:
         limits: its own `max_prompt`, `max_tokens` and `max_context` of each model, where it has
             them.
         broken: models that it could not load when it last tried, and why.
+        loaded: models that it has in memory; None of a worker that does not tell. Of one that does,
+            `busy` is how many jobs of each model it runs, where there are any.
         last_death: how the process before its present one died by itself; None if none did.
     """
 
@@ -88,6 +90,14 @@ class WorkerInfo:
     limits: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     broken: Mapping[str, str] = field(default_factory=dict)
     last_death: str | None = None
+    loaded: tuple[str, ...] | None = None
+    busy: Mapping[str, int] = field(default_factory=dict)
+
+    def free_slots(self, model: str) -> int:
+        """How many more jobs of a model it could run at once, had it the memory."""
+        if self.loaded is None or not self.models:
+            return self.slots - self.running
+        return self.slots // len(self.models) - self.busy.get(model, 0)
 
 
 MODEL_LIMITS: Final = ("max_prompt", "max_tokens", "max_context")
@@ -95,7 +105,7 @@ MODEL_LIMITS: Final = ("max_prompt", "max_tokens", "max_context")
 
 _OPTIONAL: Final = (
     *("tokens_at_risk", "checkpoint_bytes", "checkpoint_budget"),
-    *("limits", "broken", "last_death", *MODEL_LIMITS),
+    *("limits", "broken", "last_death", "loaded", "busy", *MODEL_LIMITS),
 )
 _NOT_SAID: Final = ("name", "workers", "queued")
 

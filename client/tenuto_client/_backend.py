@@ -21,6 +21,7 @@ class Page:
 
     state: JobState | None
     model: str | None
+    tenant: str | None
     limit: int
     before: JobRecord | str | None
 

@@ -122,6 +122,7 @@ class BaseClient:
         *,
         state: JobState | str | None = None,
         model: str | None = None,
+        tenant: str | None = None,
         limit: int = 100,
         before: JobRecord | str | None = None,
     ) -> _Records:
@@ -131,17 +132,20 @@ class BaseClient:
             before: only jobs older than this one; give the last one of a page to get the next.
 
         Raises:
-            InvalidRequest: no such state, a limit out of range, or what can be no model or job.
+            InvalidRequest: no such state, a limit out of range, or what can be no model, tenant or
+                job.
             JobGone: `before` is an id, and there is no such job. A record is taken in any case.
         """
         if state is not None:
             state = JobState(check.choice("state", state, tuple(JobState)))
         if model is not None:
             model = check.text("model", model, 128)
+        if tenant is not None:
+            tenant = check.text("tenant", tenant, 64)
         if isinstance(before, str):
             before = check.text("before", before, 255)
         limit = check.integer("limit", limit, 1, _MAX_LIMIT)
-        return await self._backend.list(Page(state, model, limit, before))
+        return await self._backend.list(Page(state, model, tenant, limit, before))
 
 
 class Client(BaseClient):

@@ -194,7 +194,9 @@ class _FakeStore:
         return [
             record
             for record in records
-            if page.state in (None, record.state) and page.model in (None, record.model)
+            if page.state in (None, record.state)
+            and page.model in (None, record.model)
+            and page.tenant in (None, record.tenant)
         ][: page.limit]
 
     async def models(self) -> tuple[ModelInfo, ...]:
@@ -385,4 +387,5 @@ def _new_record(spec: JobSpec, created_at: float) -> JobRecord:
         max_tokens=spec.max_tokens,
         queue_ttl=spec.queue_ttl,
         max_runtime=spec.max_runtime,
+        deadline=spec.deadline,
     )

@@ -52,6 +52,8 @@ def record_line(record: JobRecord) -> str:
             "error": record.error,
             "priority": record.priority,
             "metadata": record.metadata,
+            "tenant": record.tenant,
+            "attempts": record.attempts,
             **_present(
                 exactness_reason=record.exactness_reason,
                 worker=record.worker,
@@ -61,6 +63,7 @@ def record_line(record: JobRecord) -> str:
                 phase_total=record.phase_total,
                 tokens_at_risk=record.tokens_at_risk,
                 checkpoint_error=record.checkpoint_error,
+                deadline=record.deadline,
                 queue_ttl=record.queue_ttl,
                 max_runtime=record.max_runtime,
                 suspect=record.suspect or None,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ._announce import ALIVE_S, ModelInfo, WorkerInfo, unpack_model, unpack_worker
+from ._findings import count
 from ._records import JobState
 from ._redis import Connection
 from .keys import Keys
@@ -16,7 +17,7 @@ EXACT_WAIT_S: Final = 30.0
 
 _FIELDS: Final = (
     *("state", "model", "worker", "tokens", "queued_at", "fingerprint", "reach"),
-    *("max_tokens", "prompt_tokens"),
+    *("max_tokens", "prompt_tokens", "suspect"),
 )
 
 
@@ -100,11 +101,40 @@ def _queued(
             f"it has begun, and waits up to {EXACT_WAIT_S:.0f} s (--exact-wait of the workers) "
             "for a worker of its own geometry and checkpoints"
         )
-    elif all(each.running >= each.slots for each in workers):
-        why = f"every slot for {job['model']} is taken"
     else:
-        why = f"a worker of {job['model']} takes it soon"
+        why = _what_holds_it_up(job, workers)
     return Outlook("queued", why, max(now - float(job["queued_at"]), 0.0))
+
+
+def _what_holds_it_up(job: Mapping[str, str], workers: Sequence[WorkerInfo]) -> str:
+    """Says what is known, and promises nothing: a worker with a slot may have no memory."""
+    model = job["model"]
+    if all(model in each.broken for each in workers):
+        return f"no worker can load {model} (tenuto doctor)"
+    if "suspect" in job and all(each.running for each in workers):
+        return (
+            "a worker died while it ran, so that it waits for one that runs nothing else "
+            f"({_running(sum(each.running for each in workers))} there)"
+        )
+    free = [each for each in workers if each.free_slots(model) > 0]
+    if not free:
+        return f"every slot for {model} is taken"
+    if any(each.running == 0 for each in free):
+        return f"a worker of {model} is free to take it"
+    if all(each.loaded is not None and model not in each.loaded for each in free):
+        others = sorted({name for each in free for name in each.busy})
+        return (
+            f"{model} is not in memory, and has to wait for room beside {', '.join(others)} "
+            f"({_running(sum(each.running for each in free))} there)"
+        )
+    return (
+        f"a worker of {model} has a free slot, but perhaps no memory "
+        f"({_running(min(each.running for each in free))} there)"
+    )
+
+
+def _running(jobs: int) -> str:
+    return f"{count(jobs, 'job')} {'runs' if jobs == 1 else 'run'}"
 
 
 def _too_long(job: Mapping[str, str], model: ModelInfo | None) -> str | None:
@@ -126,7 +156,7 @@ def _lost(job: Mapping[str, str], now: int, known: Sequence[WorkerInfo]) -> Outl
     if holder is not None and now - holder.seen_at > ALIVE_S:
         heard = f" (worker {holder.name} was last heard of {now - holder.seen_at:.0f} s ago)"
     if _serving(job["model"], now, known):
-        why = "another one takes it over soon"
+        why = "another one takes it over when it has a slot"
     else:
         why = f"the next worker that serves {job['model']} takes it over (tenuto doctor)"
     return Outlook(f"no worker holds it{heard}", why, None)

@@ -32,7 +32,7 @@ class Progress:
     def __init__(self, total: int, index: int, *, text: TextIO, line: TextIO) -> None:
         self._total = total
         self._index = index
-        self._epoch = 0
+        self._attempt = 0
         self._phase = ""
         self._waiting = ""
         self._text = text
@@ -71,9 +71,9 @@ class Progress:
                 self._samples.popleft()
         self._paint()
 
-    def attempt(self, epoch: int) -> None:
-        """The job's attempt is this one now."""
-        self._epoch = epoch
+    def attempt(self, number: int) -> None:
+        """The job's attempt is this one now, counted from 1."""
+        self._attempt = number
         self._paint(now=True)
 
     def phase(self, event: ProgressEvent) -> None:
@@ -108,8 +108,8 @@ class Progress:
                 parts.append(f"{_duration((self._total - self._index) / rate)} left at most")
         if self._phase and not self._waiting:
             parts.append(self._phase)
-        if self._epoch > 1:
-            parts.append(f"attempt {self._epoch}")
+        if self._attempt > 1:
+            parts.append(f"attempt {self._attempt}")
         if self._waiting:
             parts.append(self._waiting)
         return " | ".join(parts)

@@ -128,6 +128,9 @@ class JobRecord:
             None of them can be lost: they stand in the stream.
         checkpoint_error: why the last checkpoint of its newest attempt could not be saved; None
             if it was, or the job is completed. The job goes on without.
+        attempts: how often a worker has begun it. (`epoch` also counts resumes.)
+        deadline: Unix seconds after which it fails; None without one. A resume takes one away that
+            has passed.
         queue_ttl, max_runtime: as they were asked for, in seconds.
         suspect: a worker died while it ran there; until it progresses it runs apart from others.
         preemptions: how often it made way for a job of a higher priority.
@@ -162,3 +165,4 @@ class JobRecord:
     max_runtime: float | None = None
     suspect: bool = False
     preemptions: int = 0
+    deadline: float | None = None

@@ -39,7 +39,7 @@ _FIELDS: Final = (
     "finished_at", "finish_reason", "exactness", "error", "priority", "metadata",
     "exactness_reason", "tenant", "worker", "attempts", "cancel", "max_tokens", "phase",
     "phase_done", "phase_total", "durable", "checkpoint_error", "queue_ttl", "max_runtime",
-    "suspect", "preemptions",
+    "suspect", "preemptions", "deadline",
 )  # fmt: skip
 
 
@@ -148,8 +148,8 @@ class JobStore:
             wanted = page.limit - len(found)
             ms, job_id, *rows = await self._redis.retrying(
                 partial(
-                    self._script, "list", ms, job_id, page.state or "", page.model or "", wanted,
-                    *_FIELDS,
+                    self._script, "list", ms, job_id, page.state or "", page.model or "",
+                    page.tenant or "", wanted, *_FIELDS,
                 )
             )  # fmt: skip
             found += [_record(row) for row in rows]
@@ -403,4 +403,5 @@ def _record(values: Sequence[bytes | None]) -> JobRecord:
         max_runtime=number("max_runtime"),
         suspect=text["suspect"] is not None,
         preemptions=counted("preemptions") or 0,
+        deadline=number("deadline"),
     )

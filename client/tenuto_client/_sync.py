@@ -260,10 +260,11 @@ class SyncClient:
         *,
         state: JobState | str | None = None,
         model: str | None = None,
+        tenant: str | None = None,
         limit: int = 100,
         before: JobRecord | str | None = None,
     ) -> _Records:
         """Jobs, newest first; see `Client.list`."""
         return self._loop.call(
-            self._client.list(state=state, model=model, limit=limit, before=before)
+            self._client.list(state=state, model=model, tenant=tenant, limit=limit, before=before)
         )

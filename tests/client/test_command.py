@@ -23,7 +23,8 @@ from tenuto_client._command import main
 
 RECORD_KEYS = [
     "id", "model", "state", "epoch", "prompt_tokens", "tokens", "created_at", "started_at",
-    "finished_at", "finish_reason", "exactness", "error", "priority", "metadata",
+    "finished_at", "finish_reason", "exactness", "error", "priority", "metadata", "tenant",
+    "attempts",
 ]  # fmt: skip
 
 
@@ -179,6 +180,35 @@ def test_list_json_is_one_job_a_line_and_pages(tenuto: Tenuto) -> None:
     assert [job["id"] for job in lines(tenuto("list", "--json", "--before", ids[1]))] == ids[2:]
     table = tenuto("list").stdout.splitlines()
     assert [row.split()[0] for row in table[1:]] == ids
+
+
+def test_status_and_list_show_tenant_and_deadline(tenuto: Tenuto) -> None:
+    theirs = tenuto("submit", "m", "hi", "--tenant", "alice", "--deadline", "500").stdout.strip()
+    ours = tenuto("submit", "m", "hi").stdout.strip()
+    found = fields_of(tenuto, theirs)
+    assert found["tenant"] == "alice"
+    assert found["deadline"] > found["created"]
+    assert "deadline" not in fields_of(tenuto, ours)
+    (record,) = lines(tenuto("list", "--json", "--tenant", "alice"))
+    assert (record["id"], record["tenant"]) == (theirs, "alice")
+    assert record["deadline"] == pytest.approx(record["created_at"] + 500, abs=10)
+    assert "deadline" not in lines(tenuto("status", ours, "--json"))[0]
+    head, mine, other = tenuto("list").stdout.splitlines()
+    assert [row.split()[-1] for row in (head, mine, other)] == ["TENANT", "default", "alice"]
+
+
+def test_the_attempt_is_counted_by_claims_and_not_by_resumes(
+    tenuto: Tenuto, worker: RawWorker
+) -> None:
+    job_id = tenuto("submit", "m", "hi").stdout.strip()
+    tenuto("cancel", job_id)
+    assert fields_of(tenuto, job_id)["attempt"] == "none: no worker had begun it"
+    tenuto("resume", job_id)
+    assert fields_of(tenuto, job_id)["attempt"] == "1, waits for a worker"
+    worker.claim()
+    assert fields_of(tenuto, job_id)["attempt"] == "1"
+    (record,) = lines(tenuto("status", job_id, "--json"))
+    assert (record["attempts"], record["epoch"]) == (1, 2)
 
 
 def test_result_json_has_the_text_and_every_token(tenuto: Tenuto, worker: RawWorker) -> None:

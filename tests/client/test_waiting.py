@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -84,7 +85,7 @@ def test_a_job_that_no_worker_serves_is_said_once_on_a_stderr_that_is_no_termina
             r"tenuto: queued, waiting 1\d s; no worker serves m \(tenuto doctor\)\n", said
         )
         worker.announce()
-        assert "a worker of m takes it soon" in read_until(running.stderr, r"\n")
+        assert "a worker of m is free to take it" in read_until(running.stderr, r"\n")
         worker.tell([" w1"])
         out, err = running.communicate(timeout=20)
     assert (running.returncode, out, err) == (0, " w1\n", "")
@@ -118,6 +119,39 @@ def test_a_running_job_whose_worker_died_is_said(
         said = read_until(running.stderr, r"\n")
     assert re.match(r"tenuto: no worker holds it \(worker raw-1 was last heard of 6\d s ago", said)
     assert "the next worker that serves m takes it over" in said
+
+
+A = WorkerInfo("w", ("m", "a"), 2, 0, started_at=0.0, seen_at=0.0, loaded=("m",))
+
+
+@pytest.mark.parametrize(
+    ("worker_info", "says"),
+    [
+        (A, "a worker of m is free to take it"),
+        (replace(A, loaded=("a",)), "a worker of m is free to take it"),
+        (
+            replace(A, loaded=("a",), running=1, busy={"a": 1}),
+            "m is not in memory, and has to wait for room beside a (1 job runs there)",
+        ),
+        (replace(A, running=1, busy={"m": 1}), "every slot for m is taken"),
+        (
+            replace(A, loaded=("a", "m"), running=1, busy={"a": 1}),
+            "a worker of m has a free slot, but perhaps no memory (1 job runs there)",
+        ),
+        (replace(A, broken={"m": "x"}), "no worker can load m (tenuto doctor)"),
+        # One of a version that tells less.
+        (replace(A, loaded=None, running=2), "every slot for m is taken"),
+    ],
+)
+def test_the_reason_of_a_wait_is_what_the_workers_tell_and_no_promise(
+    where: list[str], job_id: str, raw: Any, keys: Keys, worker_info: WorkerInfo, says: str
+) -> None:
+    has_waited(raw, keys, job_id, 12)
+    raw.delete(keys.workers())
+    raw.hset(keys.workers(), "w", pack_announcement(replace(worker_info, seen_at=time.time())))
+    with command("status", job_id, *where) as running:
+        out, _ = running.communicate(timeout=20)
+    assert f"s; {says}\n" in out
 
 
 def test_result_of_a_cancelled_job_names_the_command_that_resumes(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -181,6 +182,19 @@ def test_a_job_that_has_begun_waits_for_a_worker_that_takes_it(
     assert jobs.state(job) == "queued"
 
 
+def test_what_is_in_memory_and_what_runs_of_each_model_is_announced(
+    jobs: JobQueue, start: Start
+) -> None:
+    worker = start()
+    told = said(jobs, "host-dir-0")
+    assert (told.loaded, told.busy, told.free_slots(MODEL)) == ((MODEL,), {}, 1)
+    jobs.submit()
+    worker.claim()
+    worker.rooms._announcer.announce()
+    told = said(jobs, "host-dir-0")
+    assert (told.busy, told.free_slots(MODEL)) == ({MODEL: 1}, 0)
+
+
 # -- time ---------------------------------------------------------------------------------
 
 
@@ -212,7 +226,8 @@ def test_a_job_that_runs_too_long_fails_keeps_its_tokens_and_is_resumed_to_its_e
     worker.settle()
     fields = jobs.job(job)
     assert (fields["state"], fields["tokens"] >= "5") == ("failed", True)
-    assert fields["error"].startswith("max_runtime: ")
+    says = r"max_runtime: the job ran for [\d.]+ s in all, it may for 100 s"
+    assert re.fullmatch(says, fields["error"])
     jobs.resume(job)
     worker.claim()
     worker.finish()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
@@ -69,6 +70,7 @@ class Announcer:
         own_limits: `max_prompt`, `max_tokens` and `max_context` of a model on this worker, where
             there are.
         broken: the models that could not be loaded, and why.
+        loaded: the models that are in memory.
         last_death: how the child before this one died; "" if none did.
     """
 
@@ -84,6 +86,7 @@ class Announcer:
         *,
         own_limits: Callable[[str], Mapping[str, int]],
         broken: Callable[[], Mapping[str, str]],
+        loaded: Callable[[], Iterable[str]],
         last_death: str,
     ) -> None:
         self._client = client
@@ -95,6 +98,7 @@ class Announcer:
         self._namespace = namespace
         self._own_limits = own_limits
         self._broken = broken
+        self._loaded = loaded
         self._last_death = last_death
         self._models: dict[str, ModelInfo] = {}
         self._device = ""
@@ -140,11 +144,12 @@ class Announcer:
         self._client.hdel(self._keys.workers(), self._identity.name)
 
     def _me(self, now: float) -> WorkerInfo:
+        runs = self._runs.all()
         return WorkerInfo(
             name=self._identity.name,
             models=tuple(self._models),
             slots=self._settings.slots * len(self._models),
-            running=len(self._runs.all()),
+            running=len(runs),
             started_at=self._started_at,
             seen_at=now,
             host=socket.gethostname(),
@@ -152,11 +157,13 @@ class Announcer:
             device=self._device,
             data_dir=self._identity.reach,
             version=version("tenuto-worker"),
-            tokens_at_risk=sum(run.at_risk for run in self._runs.all()),
+            tokens_at_risk=sum(run.at_risk for run in runs),
             checkpoint_bytes=self._budget.used(),
             checkpoint_budget=self._budget.limit,
             broken=self._broken(),
             last_death=self._last_death or None,
+            loaded=tuple(self._loaded()),
+            busy=Counter(run.model for run in runs),
             limits={name: limits for name in self._models if (limits := self._own_limits(name))},
         )
 

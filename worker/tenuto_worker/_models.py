@@ -132,6 +132,10 @@ class ModelPool:
         """Where each model stands."""
         return {name: hosted.state for name, hosted in self._hosted.items()}
 
+    def loaded(self) -> list[str]:
+        """The models that are in memory, or about to be."""
+        return [name for name, hosted in self._hosted.items() if hosted.in_memory]
+
     def broken(self) -> dict[str, str]:
         """The models that could not be loaded when that was last tried, and why."""
         with self._lock:

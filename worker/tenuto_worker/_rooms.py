@@ -81,6 +81,7 @@ class Rooms:
             self._namespace,
             self.collector.budget,
             broken=self.pool.broken,
+            loaded=self.pool.loaded,
             last_death=last_death,
             own_limits=lambda model: {
                 name: limit

@@ -102,18 +102,23 @@ class _TextWatcher(_Watcher):
         super().__init__(job_id, index)
         self._progress = Progress.on_stderr(0, 0)
         self._ends_in_newline = True
+        self._attempts = 0
+        # The newest epoch whose attempt, if there was one, is counted.
+        self._epoch = 0
 
     def begin(self, record: JobRecord) -> None:
         super().begin(record)
         self._progress = Progress.on_stderr(record.max_tokens, record.tokens)
-        self._progress.attempt(record.epoch)
+        self._attempts = record.attempts
+        self._epoch = record.epoch - (record.state is JobState.QUEUED)
+        self._progress.attempt(self._attempts)
 
     def show(self, event: Event) -> None:
         if isinstance(event, Token):
             self._write(event.text)
             self._progress.token(event.index)
         elif isinstance(event, StateEvent):
-            self._progress.attempt(event.epoch)
+            self._count(event)
         elif isinstance(event, ProgressEvent):
             self._progress.phase(event)
         else:
@@ -128,6 +133,12 @@ class _TextWatcher(_Watcher):
     def leave(self) -> None:
         self._close()
         super().leave()
+
+    def _count(self, event: StateEvent) -> None:
+        if event.state is JobState.RUNNING and event.epoch > self._epoch:
+            self._epoch = event.epoch
+            self._attempts += 1
+        self._progress.attempt(self._attempts)
 
     def _write(self, text: str) -> None:
         self._progress.write(text)

@@ -19,7 +19,7 @@ examples:
   tenuto list --state running
   tenuto list --limit 20 --before 5f0c63a1b2d4e8f7     the next page
 """
-_HEAD = f"{'JOB':<18}{'STATE':<11}{'TOKENS':>14}  {'CREATED':<21}MODEL\n"
+_HEAD = f"{'JOB':<18}{'STATE':<11}{'TOKENS':>14}  {'CREATED':<21}{'MODEL':<25}TENANT\n"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--state", choices=[str(state) for state in JobState], metavar="S", help=", ".join(JobState)
     )
     parser.add_argument("--model", metavar="M", help="only jobs of this model")
+    parser.add_argument("--tenant", metavar="T", help="only jobs of this tenant")
     parser.add_argument("--limit", type=int, default=100, metavar="N", help="at most so many (100)")
     parser.add_argument("--before", metavar="JOB", help="only jobs older than this one")
 
@@ -36,7 +37,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Print the jobs."""
     with open_client(settings) as client:
-        jobs = client.list(state=args.state, model=args.model, limit=args.limit, before=args.before)
+        jobs = client.list(
+            state=args.state,
+            model=args.model,
+            tenant=args.tenant,
+            limit=args.limit,
+            before=args.before,
+        )
     if args.json:
         out("".join(map(lines.record_line, jobs)))
     else:
@@ -55,4 +62,7 @@ def _name_lost(settings: Settings, running: list[str]) -> None:
 
 def _row(job: JobRecord) -> str:
     tokens = f"{job.tokens}/{job.max_tokens}"
-    return f"{job.id:<18}{job.state:<11}{tokens:>14}  {when(job.created_at):<21}{job.model}\n"
+    return (
+        f"{job.id:<18}{job.state:<11}{tokens:>14}  {when(job.created_at):<21}"
+        f"{job.model:<24} {job.tenant}\n"
+    )

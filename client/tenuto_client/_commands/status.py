@@ -60,7 +60,9 @@ def _rows(record: JobRecord, waits: str | None) -> list[tuple[str, str]]:
         ("worker" if record.state is JobState.RUNNING else "last worker", record.worker),
         ("apart", _SUSPECT if record.suspect else None),
         ("made way", count(record.preemptions, "time") if record.preemptions else None),
+        ("tenant", record.tenant),
         ("priority", record.priority),
+        ("deadline", None if record.deadline is None else when(record.deadline)),
         ("queue ttl", None if record.queue_ttl is None else f"{record.queue_ttl:g} s"),
         ("max runtime", None if record.max_runtime is None else f"{record.max_runtime:g} s"),
         ("created", when(record.created_at)),
@@ -92,7 +94,8 @@ def _checkpoints(record: JobRecord) -> str | None:
 
 
 def _attempt(record: JobRecord) -> str:
+    """Which one it is; resumes of a job that no worker had begun are none."""
     if record.state is JobState.QUEUED:
         before = f"; {count(record.attempts, 'attempt')} before it" if record.attempts else ""
-        return f"{record.epoch}, waits for a worker{before}"
-    return str(record.epoch)
+        return f"{record.attempts + 1}, waits for a worker{before}"
+    return str(record.attempts or "none: no worker had begun it")
