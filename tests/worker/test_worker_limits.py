@@ -187,12 +187,12 @@ def test_what_is_in_memory_and_what_runs_of_each_model_is_announced(
 ) -> None:
     worker = start()
     told = said(jobs, "host-dir-0")
-    assert (told.loaded, told.busy, told.free_slots(MODEL)) == ((MODEL,), {}, 1)
+    assert (told.loaded, told.busy, told.free_slots(MODEL)) == ((MODEL,), {}, 2)
     jobs.submit()
     worker.claim()
     worker.rooms._announcer.announce()
     told = said(jobs, "host-dir-0")
-    assert (told.busy, told.free_slots(MODEL)) == ({MODEL: 1}, 0)
+    assert (told.busy, told.free_slots(MODEL)) == ({MODEL: 1}, 1)
 
 
 # -- time ---------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ def export_spans() -> None:
         raise ConfigError(
             "OTEL_TRACES_EXPORTER",
             "is set, but the OpenTelemetry SDK is not installed",
-            hint="pip install 'tenuto-worker[otel]', or unset it",
+            hint="pip install opentelemetry-sdk, or unset it",
         ) from error
     provider = sdk.TracerProvider()
     for name in names:
