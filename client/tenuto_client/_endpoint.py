@@ -11,7 +11,10 @@ User and password are the server's; those of the sentinels are the options `sent
 from __future__ import annotations
 
 import math
+import os
 import re
+import socket
+import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -39,6 +42,13 @@ _LOOKUP_S: Final = 1.0
 _LOOKUP_SHARE: Final = 20
 # A sentinel that does not answer must not keep the others from being asked.
 _SENTINEL_TIMEOUT_S: Final = 2.0
+
+
+_SPLIT: Final = "a sign in its password splits it"
+
+
+class _Fault(ValueError):
+    """What is wrong with a URL, in words that show nothing of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +80,15 @@ class Endpoint:
         try:
             group = _Group.parse(url) if _SENTINEL.fullmatch(scheme) else None
             if group is None and _splits_a_password(url):
-                raise ValueError
+                raise _Fault(_SPLIT)
             endpoint = cls(address_of(url), url, group)
             # An unknown option is noticed by the connection only.
             endpoint.blocking().connection_pool.make_connection()
-        except (ValueError, TypeError):
+        except (ValueError, TypeError) as error:
+            what = str(error) if isinstance(error, _Fault) else f"its scheme is {scheme}"
             raise InvalidRequest(
                 "redis",
-                f"not a Redis URL that can be used (its scheme is {scheme})",
+                f"not a Redis URL that can be used: {what}",
                 hint="redis://user:password@host:6379/0, unix:///path or "
                 "redis+sentinel://user:password@host:26379,host:26379/service, options as "
                 "redis-py knows them; in a password write / as %2F, # as %23, ? as %3F, @ as %40",
@@ -172,10 +183,14 @@ class _Group:
         authority, _, path = place.partition("/")
         user, at, hosts = authority.rpartition("@")
         service, _, database = path.partition("/")
-        if not _SERVICE.fullmatch(service) or not re.fullmatch("[0-9]*", database):
-            raise ValueError("no service")
-        if "#" in rest or ("@" in query and "=" not in query):
-            raise ValueError("a sign in the password split the URL")
+        if "#" in rest or "@" in path or ("@" in query and "=" not in query):
+            raise _Fault(_SPLIT)
+        if not service:
+            raise _Fault("the sentinels' name of the master is missing: /service after the hosts")
+        if not _SERVICE.fullmatch(service):
+            raise _Fault("the sentinels' name of the master has letters, digits and . _ - only")
+        if not re.fullmatch("[0-9]*", database):
+            raise _Fault("what follows /service/ is no number of a database")
         parse: Any = redis.connection.parse_url
         server: dict[str, Any] = dict(parse(f"redis://{user}{at}_/{database}{mark}{query}"))
         del server["host"]
@@ -184,12 +199,10 @@ class _Group:
         return cls(tuple(map(_host, hosts.split(","))), service, server, _sentinel_options(server))
 
     def blocking(self, options: Mapping[str, Any]) -> Any:
-        manager: Any = redis.sentinel.Sentinel
-        return self._client(manager, redis.retry.Retry, options)
+        return self._client(_Sentinels, redis.retry.Retry, options)
 
     def asynchronous(self, options: Mapping[str, Any]) -> Any:
-        manager: Any = redis.asyncio.sentinel.Sentinel
-        return self._client(manager, redis.asyncio.retry.Retry, options)
+        return self._client(_AsyncSentinels, redis.asyncio.retry.Retry, options)
 
     def _client(self, manager: Any, retry: Any, options: Mapping[str, Any]) -> Any:
         # redis-py's own retries (from version 6 on, with seconds between them) nest here: each try
@@ -207,10 +220,91 @@ class _Group:
         return sentinels.master_for(self.service, **{"retry": once, **options, **self.server})
 
 
+class _Complaints:
+    """Why no sentinel named the master, each by its host; redis-py shows its own objects."""
+
+    def __init__(self, sentinels: Any) -> None:
+        self._why: dict[str, str] = {}
+        for each in sentinels:
+            each.sentinel_masters = self._noting(each, each.sentinel_masters)
+
+    def _noting(self, sentinel: Any, ask: Any) -> Any:
+        options = sentinel.connection_pool.connection_kwargs
+        name = f"{options['host']}:{options['port']}"
+        self._why[name] = "was not asked"
+
+        def noting() -> Any:
+            with self._noted(name):
+                return ask()
+
+        async def noting_async() -> Any:
+            with self._noted(name):
+                return await ask()
+
+        return noting_async if isinstance(sentinel, redis.asyncio.Redis) else noting
+
+    @contextmanager
+    def _noted(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except (redis.RedisError, OSError) as error:
+            self._why[name] = reason_of(error)
+            raise
+        self._why[name] = "knows none of this name that is up"
+
+    def error(self, service: str) -> redis.ConnectionError:
+        says = ", ".join(f"{host} ({why})" for host, why in self._why.items())
+        return redis.sentinel.MasterNotFoundError(f"no sentinel names a master {service!r}: {says}")
+
+
+# redis-py's own types change from version to version.
+_RedisSentinels: Any = redis.sentinel.Sentinel
+_RedisAsyncSentinels: Any = redis.asyncio.sentinel.Sentinel
+
+
+class _Sentinels(_RedisSentinels):  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._complaints = _Complaints(self.sentinels)
+
+    def discover_master(self, service_name: str) -> Any:
+        try:
+            return super().discover_master(service_name)
+        except redis.sentinel.MasterNotFoundError as error:
+            raise self._complaints.error(service_name) from error
+
+
+class _AsyncSentinels(_RedisAsyncSentinels):  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._complaints = _Complaints(self.sentinels)
+
+    async def discover_master(self, service_name: str) -> Any:
+        try:
+            return await super().discover_master(service_name)
+        except redis.asyncio.sentinel.MasterNotFoundError as error:
+            raise self._complaints.error(service_name) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """Why something could not be reached, in the words of the system where it gave a number."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, socket.gaierror) and cause.strerror:
+            return cause.strerror
+        if isinstance(cause, OSError) and not isinstance(cause, ssl.SSLError) and cause.errno:
+            return os.strerror(cause.errno)
+        cause = cause.__cause__ or cause.__context__
+    # Of a name with several addresses asyncio tells the errors in one text.
+    if numbers := re.findall(r"\[Errno (\d+)\]", str(error)):
+        return os.strerror(int(numbers[-1]))
+    return str(error) or type(error).__name__
+
+
 def _host(text: str) -> tuple[str, int]:
     found = _HOST.fullmatch(text)
     if found is None:
-        raise ValueError("no host")
+        raise _Fault("each sentinel is host or host:port, with commas between them")
     host, port = found.groups()
     return host.strip("[]"), int(port or _SENTINEL_PORT)
 

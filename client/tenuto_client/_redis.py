@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 import redis
 
-from ._endpoint import Endpoint, close_client
+from ._endpoint import Endpoint, close_client, reason_of
 from ._errors import ServerStartFailed, ServerUnavailable
 
 _T = TypeVar("_T")
@@ -163,7 +163,7 @@ class Connection:
             )
         if isinstance(error, _TRANSIENT) or str(error).startswith(_TRANSIENT_WORDS):
             return ServerUnavailable(
-                f"no answer from {self._address}: {_reason(error)}",
+                f"no answer from {self._address}: {reason_of(error)}",
                 hint="is the server up? tenuto doctor looks",
                 transient=True,
             )
@@ -184,7 +184,3 @@ def _is_refusal(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
-
-
-def _reason(error: Exception) -> str:
-    return str(error) or type(error).__name__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import redis
 
 from servers import RealServer
-from tenuto_client import Client, InvalidRequest, Keys
+from tenuto_client import Client, InvalidRequest, Keys, ServerUnavailable
 from tenuto_client._endpoint import Endpoint, close_client
 
 GROUP = "redis+sentinel://me:sesame@a:1,[::1]:2,c/jobs/3?sentinel_password=open"
@@ -75,6 +76,53 @@ async def test_what_is_no_url_of_sentinels_is_refused_and_not_shown(url: str) ->
     with pytest.raises(InvalidRequest, match="redis") as refused:
         Client(url)
     assert "sesame" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("redis+sentinel://a", "the sentinels' name of the master is missing: /service"),
+        ("redis+sentinel://a:1,b:2/", "the sentinels' name of the master is missing: /service"),
+        ("redis+sentinel://a:port/jobs", "each sentinel is host or host:port"),
+        ("redis+sentinel://a/jobs/x", "no number of a database"),
+        ("redis+sentinel://me:12/sesame@a/jobs", "a sign in its password splits it"),
+        ("redis://me:12/sesame@a", "a sign in its password splits it"),
+        ("sentinel://a/jobs", "its scheme is sentinel"),
+    ],
+)
+def test_the_fault_of_a_url_is_named(url: str, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says):
+        Endpoint.parse(url)
+
+
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """Host and port where nobody listens."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{held.getsockname()[1]}"
+
+
+async def test_sentinels_that_are_not_there_are_named_each_with_its_reason(nobody: str) -> None:
+    url = f"redis+sentinel://{nobody},no.such.host.invalid:5/jobs"
+    async with Client(url) as client:
+        with pytest.raises(ServerUnavailable) as asked:
+            await client.models()
+    with pytest.raises(redis.ConnectionError) as blocked:
+        Endpoint.parse(url).blocking().ping()
+    for error in (asked, blocked):
+        said = str(error.value)
+        assert f"no sentinel names a master 'jobs': {nobody} (Connection refused)" in said
+        assert "no.such.host.invalid:5 (" in said
+        assert "object" not in said
+        assert "<" not in said
+
+
+async def test_a_server_that_is_not_there_is_named_with_host_port_and_reason(nobody: str) -> None:
+    async with Client(f"redis://{nobody}") as client:
+        with pytest.raises(ServerUnavailable) as refused:
+            await client.models()
+    assert refused.value.message == f"no answer from redis://{nobody}: Connection refused"
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ import redis
 from redis.exceptions import AuthenticationError, ResponseError
 
 from tenuto_client import Keys
-from tenuto_client._endpoint import Endpoint
+from tenuto_client._endpoint import Endpoint, reason_of
 
 from ._errors import Interrupted, RedisAway, RedisUnavailable
 from ._logging import get_log, redacted
@@ -67,7 +67,7 @@ def reach(client: redis.Redis, url: str) -> None:
         raise RedisUnavailable(f"Redis at {redacted(url)} refuses us: {error}") from error
     except (redis.RedisError, OSError) as error:
         raise RedisUnavailable(
-            f"no Redis at {redacted(url)}: {error}",
+            f"no Redis at {redacted(url)}: {reason_of(error)}",
             hint="start it, or set --redis or TENUTO_REDIS_URL",
         ) from error
 
