@@ -105,7 +105,8 @@ class BaseClient:
         await self._backend.set_limits(model, check_values(values, model))
 
     async def clear_limits(self, *names: str, model: str | None = None) -> None:
-        """Unset limits of one model, or those of every model; all of them if none is named.
+        """Unset limits of one model, or, without `model`, those that stand for every model; limits
+        of single models stay then. All of them, if none is named.
 
         Raises:
             InvalidRequest: no such limit.

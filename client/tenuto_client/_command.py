@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except TenutoError as error:
         complain(str(error))
-        return _exit_code(error)
+        return exit_code(error)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
@@ -195,11 +195,19 @@ def _parse(parser: argparse.ArgumentParser, argv: list[str]) -> argparse.Namespa
 
 def _unknown_argument(given: str, parser: argparse.ArgumentParser) -> str:
     name = given.partition("=")[0]
-    if not name.startswith("-"):
-        return f"one argument too many: {given!r}; quote a text that has spaces"
     known = [option for action in parser._actions for option in action.option_strings]
+    if not name.startswith("-"):
+        return f"one argument too many: {given!r}{_advice(name, known, parser)}"
     close = difflib.get_close_matches(name, known, n=1)
     return f"no such option: {name}" + (f"; did you mean {close[0]}?" if close else "")
+
+
+def _advice(given: str, known: list[str], parser: argparse.ArgumentParser) -> str:
+    if f"--{given}" in known:
+        return f"; did you mean --{given}?"
+    if any(action.dest == "prompt" for action in parser._actions):
+        return "; quote a text that has spaces"
+    return ""
 
 
 def _help(commands: Mapping[str, Callable[[], Command]], *, asked_for: bool) -> int:
@@ -223,7 +231,8 @@ def _unknown(name: str, known: list[str]) -> int:
     return USAGE
 
 
-def _exit_code(error: TenutoError) -> int:
+def exit_code(error: TenutoError) -> int:
+    """What the command ends with for an error."""
     if isinstance(error, ServerUnavailable):
         return UNREACHABLE
     if isinstance(error, JobGone):

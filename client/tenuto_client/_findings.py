@@ -38,8 +38,8 @@ def count(number: int, noun: str) -> str:
 
 
 def size(nbytes: float) -> str:
-    """`1.5 GiB`, `3.0 MiB`, `0.2 KiB`."""
-    for unit, shift in (("GiB", 30), ("MiB", 20)):
+    """`1.5 GiB`, `3.0 MiB`, `1.2 KiB`, `512 bytes`."""
+    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
         if nbytes >= 1 << shift:
             return f"{nbytes / (1 << shift):.1f} {unit}"
-    return f"{nbytes / 1024:.1f} KiB"
+    return count(round(nbytes), "byte")

@@ -13,6 +13,7 @@ from . import _checks as check
 from ._announce import ModelInfo
 from ._errors import InvalidRequest, LimitExceeded
 from ._findings import count, size
+from ._sizes import UNITS, parse_size
 from ._spec import JobSpec
 from .keys import MODEL_NAME, MODEL_NAME_HINT
 
@@ -24,7 +25,7 @@ MEANINGS: Final[Mapping[str, str]] = {
     "max_prompt": "tokens of a prompt; those of a text are counted at its first start",
     "max_queued_per_tenant": "jobs of one tenant that wait for a model",
     "max_queued": f"jobs that wait for a model ({DEFAULT_MAX_QUEUED:,} if unset)",
-    MEMORY: "bytes in Redis that all jobs may come to (512MiB, 8GiB); not of one model",
+    MEMORY: "bytes in Redis that all jobs may come to (512MiB, 8GB); not of one model",
 }
 """What each limit bounds, in the order in which submit looks at them."""
 
@@ -33,15 +34,16 @@ Limits = dict[str, dict[str, int]]
 
 _RETRYABLE: Final = ("max_queued_per_tenant", "max_queued", MEMORY)
 _MOST: Final = 2**53
-_UNITS: Final = {"KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
+_SOON: Final = "submit again when one of them has started, or raise it: tenuto limits"
 _HINTS: Final = {
     "max_tokens": "ask for at most {maximum}",
     "max_prompt": "shorten the prompt to at most {maximum} tokens",
     "max_context": "shorten the prompt, or ask for fewer tokens",
-    "max_queued_per_tenant": "submit again when one of them has started",
-    "max_queued": "submit again when one of them has started",
-    MEMORY: "delete ended jobs or submit again later; fewer max_tokens take less",
+    "max_queued_per_tenant": _SOON,
+    "max_queued": _SOON,
+    MEMORY: "delete ended jobs or submit again later; fewer max_tokens take less; tenuto limits",
 }
+_ZERO: Final = "0 refuses every job; whoever runs the queue may raise or clear it: tenuto limits"
 
 
 def check_values(values: Mapping[str, object], model: str | None) -> dict[str, int]:
@@ -67,14 +69,10 @@ def check_names(names: Mapping[str, object] | tuple[str, ...]) -> None:
 
 def parse_value(name: str, text: str) -> int:
     """A value as it is typed; memory with a unit or in bytes."""
-    number, factor = text.strip(), 1
-    for unit, bytes_a_unit in _UNITS.items() if name == MEMORY else ():
-        if number.lower().endswith(unit.lower()):
-            number, factor = number[: -len(unit)].strip(), bytes_a_unit
     try:
-        return int(float(number) * factor) if factor > 1 else int(number)
+        return int(parse_size(text) if name == MEMORY else text)
     except (ValueError, OverflowError):
-        hint = "bytes, or as 8GiB" if name == MEMORY else "a whole number"
+        hint = f"bytes, or as 8GiB: {UNITS}" if name == MEMORY else "a whole number"
         raise InvalidRequest(name, f"cannot be {text!r}", hint=hint) from None
 
 
@@ -111,7 +109,7 @@ def refusal(spec: JobSpec, name: str, value: int, maximum: int) -> LimitExceeded
         value,
         maximum,
         _problem(spec, name, value, maximum),
-        hint=_HINTS[name].format(maximum=maximum),
+        hint=_HINTS[name].format(maximum=maximum) if maximum else _ZERO,
         retryable=name in _RETRYABLE,
     )
 

@@ -192,7 +192,7 @@ class JobStore:
             raise InvalidRequest(
                 "model",
                 f"{count(int(who), 'job')} of {model} still queued or running",
-                hint="cancel or delete them first: tenuto list --model",
+                hint=f"cancel or delete them first: tenuto list --model {model}",
             )
         if word == b"unknown":
             raise UnknownModel(model, [info.name for info in await self.models()])

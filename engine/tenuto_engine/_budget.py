@@ -99,7 +99,9 @@ def size(nbytes: float) -> str:
     for unit, power in (("GiB", 30), ("MiB", 20)):
         if nbytes >= 1 << power:
             return f"{nbytes / (1 << power):.1f} {unit}"
-    return f"{nbytes / 1024:.1f} KiB"
+    if nbytes >= 1 << 10:
+        return f"{nbytes / 1024:.1f} KiB"
+    return f"{nbytes:.0f} byte{'' if round(nbytes) == 1 else 's'}"
 
 
 def bytes_on_disk(found: os.stat_result) -> int:

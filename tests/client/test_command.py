@@ -215,6 +215,16 @@ def test_the_attempt_is_counted_by_claims_and_not_by_resumes(
     assert (record["attempts"], record["epoch"]) == (1, 2)
 
 
+def test_several_jobs_are_cancelled_resumed_and_deleted_at_once(tenuto: Tenuto) -> None:
+    one, two = (tenuto("submit", "m", "hi").stdout.strip() for _ in range(2))
+    done = tenuto("cancel", one, "nope", two, code=4)
+    assert done.stdout == f"{one} is cancelled\n{two} is cancelled\n"
+    assert done.stderr.startswith("tenuto: no such job: nope")
+    assert [job["id"] for job in lines(tenuto("resume", one, two, "--json"))] == [one, two]
+    assert tenuto("delete", one, two).stdout == f"{one} is deleted\n{two} is deleted\n"
+    assert tenuto("list", "--json").stdout == ""
+
+
 def test_result_json_has_the_text_and_every_token(tenuto: Tenuto, worker: RawWorker) -> None:
     (result,) = lines(tenuto("result", finished(tenuto, worker), "--json"))
     assert result["text"] == " w1 w2 w3"
@@ -687,6 +697,10 @@ def test_a_mistyped_option_is_one_line_with_the_right_one(tenuto: Tenuto) -> Non
         "tenuto submit: no such option: --temprature; did you mean --temperature? "
         "(tenuto submit --help)\n"
     )
+    said = tenuto("server", "stop", code=2).stderr
+    assert "one argument too many: 'stop'; did you mean --stop? (" in said
+    said = tenuto("status", "a", "b", code=2).stderr
+    assert "one argument too many: 'b' (" in said
     said = tenuto("submit", "m", "two", "words", code=2).stderr
     assert said.startswith("tenuto submit: one argument too many: 'words'; quote")
     assert len(said.splitlines()) == 1

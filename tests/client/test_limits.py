@@ -27,6 +27,7 @@ from tenuto_client import (
 )
 from tenuto_client._client import BaseClient
 from tenuto_client._command import main
+from tenuto_client._limits import MEMORY
 
 JOB_BYTES = 8192
 TOKEN_BYTES = 64
@@ -257,7 +258,7 @@ async def test_a_model_is_forgotten_when_nobody_serves_it_and_nothing_waits(
         with pytest.raises(InvalidRequest, match="2 jobs of m still queued or running"):
             await client.forget_model("m")
         await ran.delete()
-        with pytest.raises(InvalidRequest, match="1 job of m"):
+        with pytest.raises(InvalidRequest, match=r"1 job of m .*tenuto list --model m\)"):
             await client.forget_model("m")
         assert attempt.job_id == waiting.id
         attempt.finish()
@@ -330,6 +331,58 @@ def test_a_limit_typed_wrongly_is_named(tenuto: Any, argv: tuple[str, ...], says
     code, _, complaint = tenuto("limits", *argv)
     assert code == 2
     assert says in complaint
+
+
+def test_clear_says_what_still_stands_and_all_leaves_nothing(tenuto: Any) -> None:
+    tenuto("limits", "set", "max_queued=9")
+    tenuto("limits", "set", "--model", "m", "max_tokens=9")
+    said = tenuto("limits", "clear", "--model", "m")[2]
+    assert said == "tenuto: what stands for all models holds for m, too (tenuto limits clear)\n"
+    tenuto("limits", "set", "--model", "m", "max_tokens=9")
+    said = tenuto("limits", "clear")[2]
+    assert said == "tenuto: limits of m alone stand (tenuto limits clear --all)\n"
+    tenuto("limits", "set", "max_queued=9")
+    code, table, said = tenuto("limits", "clear", "--all")
+    assert (code, len(table.splitlines()), said) == (0, 1, "")
+    code, _, said = tenuto("limits", "clear", "--all", "--model", "m")
+    assert (code, "--all: goes with clear" in said) == (2, True)
+
+
+def test_limits_of_a_model_that_nobody_announced_are_set_with_a_note(tenuto: Any) -> None:
+    code, table, said = tenuto("limits", "set", "--model", "mm", "max_queued=2")
+    assert (code, table.splitlines()[1].split()) == (0, ["mm", "max_queued", "2"])
+    assert said.startswith("tenuto: no worker has ever announced 'mm'; its limits hold once one")
+    assert tenuto("limits", "set", "--model", "m", "max_queued=2")[2] == ""
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_queued", "max_queued_per_tenant", MEMORY])
+def test_a_limit_of_0_names_what_lifts_it_and_no_waiting(tenuto: Any, name: str) -> None:
+    tenuto("limits", "set", f"{name}=0")
+    code, _, said = tenuto("submit", "m", "hi")
+    # Who set it for a time, so that a queue runs empty, lifts it again.
+    assert (code, f"tenuto: {name}: " in said) == (2 if name == "max_tokens" else 1, True)
+    assert "0 refuses every job" in said
+    assert "tenuto limits)" in said
+    assert "submit again" not in said
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "shown"),
+    [
+        ("8GB", 8 * 10**9, "7.5 GiB"),
+        ("8GiB", 8 << 30, "8.0 GiB"),
+        ("1.5 mb", 1_500_000, "1.4 MiB"),
+        ("2k", 2000, "2.0 KiB"),
+        ("1000", 1000, "1000 bytes"),
+        ("1", 1, "1 byte"),
+    ],
+)
+def test_memory_is_typed_in_any_unit_and_shown_by_its_size(
+    tenuto: Any, text: str, value: int, shown: str
+) -> None:
+    _, table, _ = tenuto("limits", "set", f"{MEMORY}={text}")
+    assert table.splitlines()[1].split(None, 2)[2] == shown
+    assert json.loads(tenuto("limits", "--json")[1])["value"] == value
 
 
 def test_a_refused_submit_exits_by_whether_waiting_helps(tenuto: Any) -> None:

@@ -186,6 +186,21 @@ def test_gc_removes_only_what_is_gone_and_a_dry_run_nothing(
     assert not (data_dir / "checkpoints" / job).exists()
 
 
+def test_the_list_has_a_head_and_says_when_there_is_nothing(
+    stopped: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, data_dir = stopped
+    assert main(["checkpoints", "list", "--data-dir", str(data_dir)]) == 0
+    head, row = capsys.readouterr().out.splitlines()
+    assert head.split() == ["JOB", "EPOCHS", "TOKENS", "SIZE", "SAVED", "END"]
+    assert row.split()[0] == job
+    empty = tmp_path / "empty"
+    assert main(["checkpoints", "list", "--data-dir", str(empty)]) == 0
+    assert capsys.readouterr().out == f"no checkpoints in {empty / 'checkpoints'}\n"
+    assert main(["checkpoints", "list", "--json", "--data-dir", str(empty)]) == 0
+    assert capsys.readouterr().out == ""
+
+
 def test_an_object_a_line_is_as_compact_as_those_of_other_commands(
     stopped: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -265,7 +280,7 @@ def test_doctor_advises_no_collection_where_nothing_can_be_collected(
     found = _found(tmp_path)["checkpoints"]
 
     assert found.level is Level.OK
-    assert found.says.startswith("no jobs, 0.0 KiB")
+    assert found.says.startswith("no jobs, 0 bytes")
 
 
 def test_doctor_names_a_model_folder_that_is_missing(

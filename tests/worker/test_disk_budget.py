@@ -224,12 +224,12 @@ def test_a_job_whose_checkpoints_find_no_room_goes_on_and_is_told_once(
         worker.save()
     said = [line for line in logs if line["event"] == "checkpoint not saved"]
     assert [line["job"] for line in said] == [job]
-    assert "the disk budget of 0.0 KiB is used up" in said[0]["error"]
+    assert "the disk budget of 1 byte is used up" in said[0]["error"]
     assert " by 1 job running or unknown to Redis, of which nothing goes" in said[0]["error"]
     assert "jobs go on, but without new checkpoints; a larger --disk-budget" in said[0]["error"]
     assert int(jobs.job(job)["durable"]) == 0
     worker.rooms.lease.renew()
-    assert jobs.job(job)["checkpoint_error"] == "the disk budget of 0.0 KiB is used up"
+    assert jobs.job(job)["checkpoint_error"] == "the disk budget of 1 byte is used up"
 
     worker.rooms.collector.set_limit(float("inf"))
 
@@ -270,7 +270,7 @@ def test_what_is_no_budget_is_refused_with_one_message_wherever_it_stands(
 ) -> None:
     parser = argparse.ArgumentParser()
     configure(parser)
-    said = f"{text!r} is not a size of at least 16MiB, such as 20GiB or 500MB (units KB, MB,"
+    said = f"{text!r} is not a size of at least 16MiB, such as 20GiB or 500MB (KB, MB,"
     with pytest.raises(SystemExit):
         parser.parse_args(["--disk-budget", text])
     assert f"argument --disk-budget: {said}" in capsys.readouterr().err
@@ -334,7 +334,7 @@ def test_without_a_worker_doctor_says_what_would_hold_by_default(
     assert _budgets(settings)[0].startswith("no worker runs; by default one would have ")
     monkeypatch.setenv("TENUTO_DISK_BUDGET", "3GiB")
     assert _budgets(settings) == [
-        "no worker runs; by TENUTO_DISK_BUDGET one would have 3.0 GiB; 0.0 KiB taken"
+        "no worker runs; by TENUTO_DISK_BUDGET one would have 3.0 GiB; 0 bytes taken"
     ]
     monkeypatch.setenv("TENUTO_DISK_BUDGET", "plenty")
     assert "'plenty' is not a size" in _budgets(settings)[0]
@@ -351,10 +351,10 @@ def test_doctor_says_what_each_worker_of_the_data_dir_announced(
     monkeypatch.setenv("TENUTO_DISK_BUDGET", "3GiB")
     worker.rooms.collector.budget.limit = 5 * 2**30
     worker.rooms.housekeeper.chores()
-    assert _budgets(settings) == ["host-dir-0: 0.0 KiB of 5.0 GiB taken"]
+    assert _budgets(settings) == ["host-dir-0: 0 bytes of 5.0 GiB taken"]
     worker.rooms.collector.budget.limit = None
     worker.rooms.housekeeper.chores()
-    assert _budgets(settings) == ["host-dir-0: 0.0 KiB taken, no limit (--disk-budget none)"]
+    assert _budgets(settings) == ["host-dir-0: 0 bytes taken, no limit (--disk-budget none)"]
     worker.settings.checkpoints_dir.mkdir()
     (data_dir / "id").write_text("another")
     assert _budgets(settings)[0].startswith("no worker runs; by TENUTO_DISK_BUDGET ")

@@ -17,6 +17,7 @@ from job_queue import JobQueue
 from step_worker import StepWorker
 from tenuto_client import Client, InvalidRequest, SyncClient
 from tenuto_client._spec import make_request
+from tenuto_worker._spans import _service
 from workers import WorkerProcess, poll_until
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
@@ -233,6 +234,26 @@ def test_every_line_of_a_job_has_the_trace_id_and_spans_go_where_the_environment
         assert {line.get("trace_id") for line in mine} == {TRACE}
         assert '"name": "tenuto.attempt"' in worker.log(), "sent before the process left"
         assert f'"trace_id": "0x{TRACE}"' in worker.log()
+        assert '"service.name": "tenuto-worker"' in worker.log()
+
+
+@pytest.mark.parametrize(
+    ("environ", "service"),
+    [
+        ({}, {"service.name": "tenuto-worker"}),
+        ({"OTEL_SERVICE_NAME": "mine"}, {}),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "a=b, service.name=mine"}, {}),
+        ({"OTEL_RESOURCE_ATTRIBUTES": "a=b"}, {"service.name": "tenuto-worker"}),
+    ],
+)
+def test_the_service_has_a_name_unless_the_environment_gives_one(
+    environ: dict[str, str], service: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert _service() == service
 
 
 def test_an_exporter_that_is_not_installed_ends_the_worker_with_2_and_is_named(

@@ -80,6 +80,8 @@ class ModelPool:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._log = get_log()
+        # At the start nothing is tried again until it is known that one model can be served.
+        self._starting = False
         self.budget = math.inf
         self.busy_since: float | None = None
         self.loaded_at = -math.inf
@@ -97,6 +99,7 @@ class ModelPool:
         given = self._settings.memory_budget
         self.budget = default_budget() if given is None else given
         limit_memory(self.budget)
+        self._starting = True
         for hosted in self._hosted.values():
             self._look(hosted)
             fits = self._weights() + hosted.weight_bytes <= self._usable
@@ -108,6 +111,10 @@ class ModelPool:
             first, *others = (f"--model {name}: {reason}" for name, reason in broken.items())
             subject, _, problem = first.partition(": ")
             raise ConfigError(subject, "; ".join([problem, *others]))
+        self._starting = False
+        for hosted in self._hosted.values():
+            if hosted.failures:
+                self._tell_broken(hosted)
 
     # -- what others ask ---------------------------------------------------------------
 
@@ -345,15 +352,20 @@ class ModelPool:
 
     def _failed(self, hosted: Hosted, reason: str) -> None:
         with self._lock:
-            pause = hosted.broke(reason, time.monotonic(), self._settings.load_retry_seconds)
+            hosted.broke(reason, time.monotonic(), self._settings.load_retry_seconds)
             waiting, hosted.waiting = hosted.waiting, []
         metrics.model_loads.labels(hosted.name, "failed").inc()
-        self._log.error(
-            "model cannot be loaded", model=hosted.name, error=reason, retry_in=round(pause)
-        )
+        if not self._starting:
+            self._tell_broken(hosted)
         for run in waiting:
             error = f"model {hosted.name} cannot be loaded: {reason}"
             self._outlets.end(run, End(EndKind.RELEASED, "error", error=error))
+
+    def _tell_broken(self, hosted: Hosted) -> None:
+        retry_in = round(max(0.0, hosted.retry_at - time.monotonic()))
+        self._log.error(
+            "model cannot be loaded", model=hosted.name, error=hosted.reason, retry_in=retry_in
+        )
 
     # -- memory; all of it under the lock ----------------------------------------------
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
+
+from tenuto_client._sizes import UNITS, parse_size
 
 from ._errors import ConfigError
 
@@ -16,11 +17,8 @@ from ._errors import ConfigError
 _PHASE_FACTORS: Mapping[str, float] = {"loading": 5.0, "restore": 5.0, "ending": 2.5}
 _LEAST_BUDGET = 16 * 2**20
 _MOST_PORTS = 65535
-MEMORY = "a size such as 20GiB or 500MB (units KB, MB, GB, TB, KiB, MiB, GiB, TiB), or none"
-BUDGET = (
-    "a size of at least 16MiB, such as 20GiB or 500MB (units KB, MB, GB, TB, KiB, MiB, GiB, TiB), "
-    "or none for no limit"
-)
+MEMORY = f"a size such as 20GiB or 500MB ({UNITS}), or none"
+BUDGET = f"a size of at least 16MiB, such as 20GiB or 500MB ({UNITS}), or none for no limit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,13 +172,7 @@ def size(text: str) -> float:
     """
     if text.strip().lower() == "none":
         return math.inf
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?\s*", text, re.IGNORECASE)
-    if match is None:
-        raise ValueError(f"{text!r} is not a size such as 20GiB, 500MB or none")
-    number, letter, binary = match.groups()
-    power = 1 + "KMGT".index(letter.upper()) if letter else 0
-    unit: int = (1024 if binary else 1000) ** power
-    return float(number) * unit
+    return parse_size(text)
 
 
 def disk_budget(text: str) -> float:

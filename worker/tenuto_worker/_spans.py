@@ -7,6 +7,8 @@ span for what it was running; the next attempt does.
 
 Spans leave the process if a tracer provider was set up by whoever started it
 (`opentelemetry-instrument`), or if `OTEL_TRACES_EXPORTER` names exporters, as the SDK has them.
+The service is then `tenuto-worker`, unless `OTEL_SERVICE_NAME` or `OTEL_RESOURCE_ATTRIBUTES` give
+another name.
 """
 
 from __future__ import annotations
@@ -95,6 +97,7 @@ def export_spans() -> None:
         return
     try:
         sdk = importlib.import_module("opentelemetry.sdk.trace")
+        resources = importlib.import_module("opentelemetry.sdk.resources")
         batches = importlib.import_module("opentelemetry.sdk.trace.export")
     except ImportError as error:
         raise ConfigError(
@@ -102,11 +105,20 @@ def export_spans() -> None:
             "is set, but the OpenTelemetry SDK is not installed",
             hint="pip install opentelemetry-sdk, or unset it",
         ) from error
-    provider = sdk.TracerProvider()
+    provider = sdk.TracerProvider(resource=resources.Resource.create(_service()))
     for name in names:
         provider.add_span_processor(batches.BatchSpanProcessor(_exporter(name)))
     assert trace is not None, "the SDK needs the API"
     trace.set_tracer_provider(provider)
+
+
+def _service() -> dict[str, str]:
+    """The service's name, unless the environment has one, over which it would win."""
+    listed = os.environ.get("OTEL_RESOURCE_ATTRIBUTES", "").split(",")
+    is_given = any(each.partition("=")[0].strip() == "service.name" for each in listed)
+    if is_given or os.environ.get("OTEL_SERVICE_NAME"):
+        return {}
+    return {"service.name": "tenuto-worker"}
 
 
 def flush_spans() -> None:

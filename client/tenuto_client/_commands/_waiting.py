@@ -52,23 +52,31 @@ async def _tell(settings: Settings, job_id: str, show: Show) -> None:
     connection = Connection(settings.redis_url, settings.data_dir, retry_for=_EVERY_S)
     keys = Keys(settings.namespace)
     before: object = None
+    is_away = False
     try:
         while True:
             await asyncio.sleep(_EVERY_S)
-            line, what = await _line(connection, keys, job_id)
-            show(line, what != before)
+            try:
+                line, what = await _line(connection, keys, job_id)
+            except ServerUnavailable as error:
+                line = what = f"waiting for the server: {error}"
+                is_away = True
+            else:
+                if is_away:
+                    line = f"the server is back{'' if line is None else f'; {line}'}"
+                    is_away, before = False, None
+            show(line, what != before or what is None)
             before = what
     finally:
         await connection.close()
 
 
 async def _line(connection: Connection, keys: Keys, job_id: str) -> tuple[str | None, object]:
-    """What to say, and what of it is news when it changes."""
+    """What to say, and what of it is news when it changes; raises `ServerUnavailable`."""
     try:
         outlook = await look(connection, keys, job_id)
-    except ServerUnavailable as error:
-        says = f"waiting for the server: {error}"
-        return says, says
+    except ServerUnavailable:
+        raise
     except TenutoError:
         # Where it matters to the job, its reader says so.
         return None, None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+from tenuto_client import _lines as lines
 from tenuto_client._config import Settings
+from tenuto_client._sync import SyncJob
 
-from ._shared import add_job, out, with_job
+from ._shared import add_jobs, with_jobs
 
 HELP = "Stop a job at its next token; what it produced stays, and resume continues it."
 
@@ -14,13 +16,17 @@ HELP = "Stop a job at its next token; what it produced stays, and resume continu
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
     parser.epilog = "Cancelling twice, or after the end, changes nothing and is no error."
-    add_job(parser)
+    add_jobs(parser)
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Ask for the stop."""
-    record = with_job(args, settings, lambda job: job.cancel())
-    if not args.json:
+
+    def cancel(job: SyncJob) -> str:
+        record = job.cancel()
+        if args.json:
+            return lines.record_line(record)
         says = "stops at its next token" if record.cancelling else f"is {record.state}"
-        out(f"{record.id} {says}\n")
-    return 0
+        return f"{record.id} {says}\n"
+
+    return with_jobs(args, settings, cancel)

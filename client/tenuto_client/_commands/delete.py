@@ -6,20 +6,25 @@ import argparse
 
 from tenuto_client import _lines as lines
 from tenuto_client._config import Settings
+from tenuto_client._sync import SyncJob
 
-from ._shared import add_job, open_client, out
+from ._shared import add_jobs, with_jobs
 
 HELP = "Remove a job with all it produced, whatever its state."
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
-    add_job(parser)
+    add_jobs(parser)
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
     """Remove it."""
-    with open_client(settings) as client:
-        client.job(args.job).delete()
-    out(lines.dump({"id": args.job, "deleted": True}) if args.json else f"{args.job} is deleted\n")
-    return 0
+
+    def delete(job: SyncJob) -> str:
+        job.delete()
+        if args.json:
+            return lines.dump({"id": job.id, "deleted": True})
+        return f"{job.id} is deleted\n"
+
+    return with_jobs(args, settings, delete)

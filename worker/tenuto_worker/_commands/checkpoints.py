@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 HELP = "list, verify or collect the checkpoints of the data dir, or put jobs back from them"
 
 _RECOVER_TIMEOUT_S = 60.0
+_HEAD = f"{'JOB':<18}{'EPOCHS':<10}{'TOKENS':>8}  {'SIZE':>10}  {'SAVED':<21}END\n"
 _NOTE = "Redis had no jobs: jobs that no worker had begun are not on disk; submit those again\n"
 
 
@@ -101,7 +102,10 @@ def _list(args: argparse.Namespace, settings: Settings) -> int:
     from tenuto_engine import read_job
 
     root = _root(settings)
-    for job_id in _jobs(args, root):
+    jobs = _jobs(args, root)
+    if not args.json:
+        sys.stdout.write(_HEAD if jobs else f"no checkpoints in {root}\n")
+    for job_id in jobs:
         facts = _facts(read_job(root / job_id))
         _say(args, facts, _row(facts))
     return 0
@@ -160,16 +164,12 @@ def _facts(job: StoredJob) -> dict[str, Any]:
 
 
 def _row(facts: dict[str, Any]) -> str:
-    cells = [facts["job"], f"epoch {', '.join(map(str, facts['epochs'])) or '-'}"]
-    cells.append(f"{facts['tokens']} tokens")
-    cells.append(size(facts["bytes"]))
-    if facts["created_at"]:
-        cells.append(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts["created_at"])))
-    if facts["end"]:
-        cells.append(facts["end"])
-    if facts["damage"]:
-        cells.append(f"DAMAGED: {facts['damage']}")
-    return "  ".join(cells)
+    epochs = ", ".join(map(str, facts["epochs"])) or "-"
+    at = facts["created_at"]
+    saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) if at else "-"
+    row = f"{facts['job']:<18}{epochs:<10}{facts['tokens']:>8}  {size(facts['bytes']):>10}"
+    row = f"{row}  {saved:<21}{facts['end'] or '-'}"
+    return f"{row}  DAMAGED: {facts['damage']}" if facts["damage"] else row
 
 
 # -- with Redis ------------------------------------------------------------------------

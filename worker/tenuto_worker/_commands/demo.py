@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -178,6 +179,10 @@ def conclude(screen: Screen, home: DemoHome, outcome: Outcome) -> int:
     screen.line("  To go on by yourself, in two terminals:")
     screen.line(f"    {tenuto} worker --model {MODEL_NAME}={shorten(home.model)}")
     screen.line(f"    {tenuto} submit {MODEL_NAME} 'Write a haiku.' --watch")
+    screen.line()
+    kept, base = (shlex.quote(str(path)) for path in (home.model, home.folder.parent))
+    screen.line("  Of the demo the model is kept. To remove it:")
+    screen.line(f"    rm -r {kept} {base}")
     screen.line()
     return 0
 
