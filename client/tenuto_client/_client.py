@@ -162,7 +162,8 @@ class Client(BaseClient):
             server of the data dir, which is found or started.
         namespace: prefix of all keys; None is `TENUTO_NAMESPACE`, else `tenuto:`.
         data_dir: None is `TENUTO_DATA_DIR`, else the user's data folder.
-        retry_for: for how many seconds a call is tried again when the server was lost.
+        retry_for: for how many seconds a call is tried again when the server is lost that earlier
+            calls reached. A client's first call fails at once where no server answers.
         wait_replicas: how many replicas must have a job before `submit` returns.
         wait_fsync: whether the server must have it on disk before (Redis 7.2); of use where
             `appendfsync` is not `always`.

@@ -107,7 +107,8 @@ class JobSpec:
         repetition_context_size: how many last tokens, prompt included, count as lately;
             likewise `presence_context_size` and `frequency_context_size`.
         priority: -100 to 100; higher goes first.
-        deadline: Unix seconds after which the job fails. A timedelta counts from now.
+        deadline: Unix seconds after which the job fails, unlike the two that follow. A timedelta
+            counts from now, as does the command's `--deadline`.
         queue_ttl: seconds after which the job fails if no worker has started it; a timedelta will
             do. Once started, it may wait as long as it must.
         max_runtime: seconds that it may run in all, over all attempts.
@@ -115,7 +116,8 @@ class JobSpec:
             span that `submit` is called in. No part of the packed form, nor of what a repeated
             idempotency key has to have in common.
         tenant: whose job it is; tenants of one priority take turns.
-        idempotency_key: a second submit with the same key and body gets the same job.
+        idempotency_key: a second submit of the same tenant with the same key and body gets the same
+            job.
         metadata: a JSON object that comes back in the record.
         retention: seconds that an ended job is kept, or "forever". A timedelta will do.
         recovery: "exact", or "fast", which prefills again after a crash instead of replaying

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import io
 import json
@@ -24,6 +25,8 @@ from raw_worker import RawWorker, poll, story
 from servers import RealServer
 from tenuto_client import Keys, unpack_spec
 from tenuto_client._command import main
+from tenuto_client._commands import submit
+from tenuto_client._spec import SubmitOptions
 
 RECORD_KEYS = [
     "id", "model", "state", "epoch", "prompt_tokens", "tokens", "created_at", "started_at",
@@ -756,6 +759,18 @@ def _find_all_but(hidden: str, real: Any, name: str, package: str | None = None)
 
 
 README = Path(__file__).parents[2] / "README.md"
+
+
+def test_the_readme_names_every_option_of_submit() -> None:
+    table = README.read_text().partition("### What submit takes")[2].partition("\n###")[0]
+    for name in SubmitOptions.__annotations__:
+        assert f"`{name}`" in table or name.endswith("_context_size"), name
+    parser = argparse.ArgumentParser()
+    submit.configure(parser)
+    flags = set(re.findall(r"`(--[a-z-]+)", table))
+    known = {option for action in parser._actions for option in action.option_strings}
+    assert flags <= known
+    assert len(flags) > 15
 
 
 def test_the_commands_of_the_readme_are_taken_as_typed(tenuto: Tenuto, worker: RawWorker) -> None:

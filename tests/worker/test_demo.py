@@ -215,6 +215,8 @@ def test_equal_streams_exit_0(tmp_path: Path) -> None:
     code, says = exit_code(tmp_path, Outcome(killed(), whole(), KILL))
     assert code == 0
     assert "Identical: 8 tokens, logprobs and text." in says
+    kept = f"rm -r {tmp_path}/models/SmolLM2-135M-Instruct {tmp_path}/demo"
+    assert f"To remove it: {kept}" in says
 
 
 @pytest.mark.parametrize(

@@ -34,3 +34,22 @@ def test_jobs_of_three_models_all_end_in_memory_for_two(
         assert worker.term() == 0
     for queue in queues.values():
         queue.close()
+
+
+def test_a_worker_whose_only_model_cannot_be_loaded_ends_and_speaks_of_no_retry(
+    redis_url: str, namespace: str, tmp_path: Path
+) -> None:
+    nothing, whole = tmp_path / "nothing", build_tiny_model(tmp_path / "whole")
+    nothing.mkdir()
+    with WorkerProcess(nothing, redis_url, tmp_path / "data", namespace=namespace) as worker:
+        assert worker.wait() == 2
+        assert [line["event"] for line in worker.lines("worker cannot start")]
+        assert "retry_in" not in worker.log()
+    flags = ("--model", f"whole={whole}")
+    with WorkerProcess(
+        nothing, redis_url, tmp_path / "data", namespace=namespace, flags=flags
+    ) as worker:
+        worker.wait_ready()
+        (told,) = worker.lines("model cannot be loaded")
+        assert told["retry_in"] > 0
+        assert worker.term() == 0

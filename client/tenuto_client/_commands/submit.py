@@ -47,7 +47,7 @@ _PLAIN: Final[tuple[tuple[str, type, str, str], ...]] = (
     ("presence_penalty", float, "X", "subtracted from those of recent tokens (0: off)"),
     ("frequency_penalty", float, "X", "the same for each time a token was seen (0: off)"),
     ("priority", int, "P", "-100 to 100, higher goes first (0)"),
-    ("idempotency_key", str, "K", "submitting again with the same key gives the same job"),
+    ("idempotency_key", str, "K", "the same key of the same tenant gives the same job again"),
     ("tenant", str, "T", "whose job it is; tenants take turns (default)"),
     ("traceparent", str, "W3C", "the trace that it belongs to: its id is in the workers' logs"),
 )
@@ -69,7 +69,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's end")
     parser.add_argument("--raw", action="store_true", help="no chat template around the prompt")
     parser.add_argument(
-        "--deadline", type=float, metavar="S", help="fail when not done in so many seconds"
+        "--deadline", type=float, metavar="S", help="fail when not done in so many seconds from now"
     )
     parser.add_argument(
         "--queue-ttl", type=float, metavar="S", help="fail when not started in so many seconds"
