@@ -22,7 +22,7 @@ DEFAULT_MAX_QUEUED: Final = 100_000
 MEMORY: Final = "max_stream_memory"
 MEANINGS: Final[Mapping[str, str]] = {
     "max_tokens": "tokens that a job may ask for",
-    "max_prompt": "tokens of a prompt; those of a text are counted at its first start",
+    "max_prompt": "tokens of a prompt (a text's are counted when it starts)",
     "max_queued_per_tenant": "jobs of one tenant that wait for a model",
     "max_queued": f"jobs that wait for a model ({DEFAULT_MAX_QUEUED:,} if unset)",
     MEMORY: "bytes in Redis that all jobs may come to (512MiB, 8GB); not of one model",

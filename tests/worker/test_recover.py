@@ -151,6 +151,17 @@ def test_a_job_that_has_only_begun_comes_back_with_its_prompt(
     assert not heir.claim(), "it runs already"
 
 
+def test_the_limit_that_a_text_was_submitted_under_comes_back_with_it(
+    jobs: JobQueue, start: Start, say: Say
+) -> None:
+    jobs.client.hset(jobs.keys.limits(), mapping={"*|max_prompt": 500})
+    job = jobs.submit()
+    start().claim()
+    lose_everything(jobs)
+    assert say()[1][0]["job"] == job
+    assert jobs.job(job)["max_prompt"] == "500"
+
+
 @pytest.mark.parametrize("state", ["completed", "failed", "cancelled"])
 def test_a_job_that_has_ended_comes_back_as_it_ended(
     jobs: JobQueue, start: Start, say: Say, state: str

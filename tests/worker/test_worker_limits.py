@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import pytest
 
 from job_queue import MODEL, JobQueue
@@ -146,23 +147,74 @@ def test_a_claim_leaves_what_is_too_long_and_takes_what_stands_behind_it(
     assert [jobs.state(job) for job in long] == ["queued"] * 70
 
 
-@pytest.mark.parametrize("field", ["tiny|max_prompt", "*|max_prompt"])
-def test_a_text_over_the_queues_limit_fails_when_it_is_counted_for_the_first_time(
-    jobs: JobQueue, start: Start, field: str
+def limit_prompts(jobs: JobQueue, **limits: int) -> None:
+    """Set the queue's `max_prompt`: `own` of the model, `all` of every one; none are cleared."""
+    jobs.client.delete(jobs.keys.limits())
+    for name, model_name in (("own", MODEL), ("all", "*")):
+        if name in limits:
+            field = f"{model_name}|max_prompt"
+            jobs.client.hset(jobs.keys.limits(), mapping={field: limits[name]})
+
+
+@pytest.mark.parametrize("limits", [{"own": 100}, {"own": 100, "all": 4000}, {"all": 100}])
+def test_a_text_is_judged_by_the_limit_that_held_at_its_submit(
+    jobs: JobQueue, start: Start, limits: dict[str, int]
 ) -> None:
     worker = start()
-    begun, over = jobs.submit(prompt=LONG), jobs.submit(prompt=LONG)
-    worker.claim()
-    worker.decode(1)
-    worker.run.ask_to_stop(Stop.DRAIN)
-    worker.settle()
-    jobs.client.hset(jobs.keys.limits(), mapping={"*|max_prompt": 4000, field: 100})
+    limit_prompts(jobs)
+    before = jobs.submit(prompt=LONG)
+    limit_prompts(jobs, **limits)
+    over, short = jobs.submit(prompt=LONG), jobs.submit()
+    limit_prompts(jobs, all=2)
     while worker.claim():
-        pass
+        worker.finish()
+    limit_prompts(jobs)
+    states = [jobs.state(job) for job in (before, over, short)]
+    assert states == ["completed", "failed", "completed"]
+    error = jobs.job(over)["error"]
+    assert error.startswith("max_prompt: ")
+    assert "over the 100 that tiny allowed when it was submitted" in error
+
+
+def test_a_limit_that_is_cleared_lets_no_text_pass_that_was_submitted_under_it(
+    jobs: JobQueue, start: Start
+) -> None:
+    worker = start()
+    limit_prompts(jobs, all=100)
+    over = jobs.submit(prompt=LONG)
+    limit_prompts(jobs)
+    assert worker.claim()
+    worker.settle()
+    assert jobs.state(over) == "failed"
+
+
+def test_a_text_stays_judged_until_it_has_begun_whatever_comes_between(
+    jobs: JobQueue, start: Start
+) -> None:
+    worker = start()
+    limit_prompts(jobs, all=100)
+    cancelled, over = jobs.submit(prompt=LONG), jobs.submit(prompt=LONG)
+    jobs.cancel(cancelled)
+    jobs.resume(cancelled)
+    # As if a worker had died when it had counted the prompt, and not yet judged it.
+    prompt: Any = msgpack.packb(list(range(200)))
+    jobs.client.hset(jobs.keys.job(over), mapping={"prompt_ids": prompt, "prompt_tokens": 200})
+    while worker.claim():
+        worker.settle()
+    assert [jobs.state(job) for job in (cancelled, over)] == ["failed", "failed"]
+
+
+def test_a_resume_of_what_failed_by_its_limit_runs(jobs: JobQueue, start: Start) -> None:
+    worker = start()
+    limit_prompts(jobs, all=100)
+    over = jobs.submit(prompt=LONG)
+    worker.claim()
+    worker.settle()
+    assert jobs.state(over) == "failed"
+    jobs.resume(over)
+    worker.claim()
     worker.finish()
-    assert (jobs.state(begun), jobs.state(over)) == ("completed", "failed")
-    assert jobs.job(over)["error"].startswith("max_prompt: ")
-    assert "over the 100 that tiny allows" in jobs.job(over)["error"]
+    assert jobs.state(over) == "completed"
 
 
 def test_a_job_that_has_begun_waits_for_a_worker_that_takes_it(

@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import redis
-
-from tenuto_client import Keys
-from tenuto_client._limits import field_of
-
 from ._errors import BadJob, LeftToOthers
 from ._other_workers import OtherWorkers
 from ._run import Run
@@ -18,14 +11,10 @@ from ._settings import WorkerSettings
 class JobLimits:
     """Checks what submit could not: how long a text is only a tokenizer knows.
 
-    Every call asks Redis, and raises `RedisError` while it is away.
+    What is over this worker's own limits is asked about in Redis: `RedisError` while it is away.
     """
 
-    def __init__(
-        self, client: redis.Redis, keys: Keys, settings: WorkerSettings, others: OtherWorkers
-    ) -> None:
-        self._client = client
-        self._keys = keys
+    def __init__(self, settings: WorkerSettings, others: OtherWorkers) -> None:
         self._settings = settings
         self._others = others
 
@@ -34,23 +23,11 @@ class JobLimits:
 
         Raises:
             LeftToOthers: it is over this worker's own; another worker takes it, or took it before.
-            BadJob: it is over the queue's, or no worker takes it.
+            BadJob: it is over the queue's of when it was submitted, or no worker takes it.
         """
-        if run.claim.prompt_ids is None:
-            self._check_queue(run.model, prompt)
+        _check_queue(run, prompt)
         self._check_own(run, "max_prompt", prompt, self._settings.max_prompt)
         self._check_own(run, "max_tokens", max_tokens, self._settings.max_tokens)
-
-    def _check_queue(self, model: str, prompt: int) -> None:
-        """At the first claim only: what was once accepted is not refused by a later limit."""
-        names = [field_of(each, "max_prompt") for each in (model, None)]
-        found: Any = self._client.hmget(self._keys.limits(), names)
-        most = min((int(each) for each in found if each is not None), default=prompt)
-        if prompt > most:
-            raise BadJob(
-                f"max_prompt: {prompt} tokens of prompt are over the {most} that {model} allows",
-                hint="tenuto limits",
-            )
 
     def _check_own(self, run: Run, name: str, value: int, most: int | None) -> None:
         if most is None or value <= most:
@@ -62,4 +39,15 @@ class JobLimits:
         raise BadJob(
             f"{name}: {value} {what} over the {widest} that the workers of {run.model} take",
             hint="their flag is --" + name.replace("_", "-"),
+        )
+
+
+def _check_queue(run: Run, prompt: int) -> None:
+    """By what submit noted in the job: limits that were set or cleared since are not its own."""
+    noted = run.claim.record.get("max_prompt")
+    if noted is not None and prompt > int(noted):
+        raise BadJob(
+            f"max_prompt: {prompt} tokens of prompt are over the {int(noted)} that {run.model} "
+            "allowed when it was submitted",
+            hint="submit a shorter one",
         )

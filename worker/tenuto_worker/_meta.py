@@ -16,6 +16,7 @@ _OPTIONAL: Final = (
     "body",
     "queue_ttl",
     "max_runtime",
+    "max_prompt",
     "ran",
     "logprobs",
     "traceparent",

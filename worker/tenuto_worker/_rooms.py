@@ -262,7 +262,7 @@ class Rooms:
             engine_of=self.pool.engine,
             admit=self.pool.admit,
             others=others,
-            limits=JobLimits(client, self._keys, self._settings, others),
+            limits=JobLimits(self._settings, others),
             checkpoints=Checkpoints(
                 self._settings.checkpoints_dir, self._keys.namespace, self.collector.budget
             ),

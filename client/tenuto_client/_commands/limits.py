@@ -22,9 +22,10 @@ _EPILOG: Final = f"""\
 limits:
 {_NAMES}
 Without --model a limit is set for every model; of the two that hold for a model the narrower
-counts. What was accepted before stays. Workers bound what they take themselves
-(tenuto worker --max-prompt, --max-tokens). Units: KB, MB, GB, TB are powers of 1000, KiB, MiB,
-GiB, TiB of 1024.
+counts. A job is judged by what holds when it is submitted, a text, too, though its tokens are
+counted at its first start only: what is over max_prompt then fails. Workers bound what they take
+themselves (tenuto worker --max-prompt, --max-tokens). Units: KB, MB, GB, TB are powers of 1000,
+KiB, MiB, GiB, TiB of 1024.
 
 clear unsets what stands for every model, and leaves limits of single models; with --model it
 unsets those of that model alone; with --all all there are.

@@ -17,6 +17,8 @@ for _, field in ipairs({ 'deadline', 'queue_until' }) do
   if time and tonumber(time) <= now() then redis.call('HDEL', job, field) end
 end
 if too_late(id) then redis.call('HSET', job, 'ran', 0) end
+-- One that was never counted keeps it, or a cancel and a resume would be the way around it.
+if get(id, 'prompt_tokens') then redis.call('HDEL', job, 'max_prompt') end
 redis.call('ZREM', key_expiry(), id)
 requeue(id, 'resume')
 return 'resumed'

@@ -75,6 +75,9 @@ redis.call('HSET', key_job(id), 'v', 1, 'id', id, 'model', model, 'tenant', tena
   'stalls', 0, 'attempts', 0, 'exactness', 'exact', 'seq', redis.call('INCR', key_sequence()),
   'created_at', at, 'queued_at', at)
 for i = OPTIONS, #A, 2 do redis.call('HSET', key_job(id), A[i], A[i + 1]) end
+-- A text is counted at its first start, and judged by what holds now: a limit set later is no job's that was accepted.
+local max_prompt = tonumber(prompt_tokens or 0) == 0 and limit('max_prompt')
+if max_prompt then redis.call('HSET', key_job(id), 'max_prompt', max_prompt) end
 local queue_ttl = option('queue_ttl')
 if queue_ttl then
   redis.call('HSET', key_job(id), 'queue_until', string.format('%.3f', now() + tonumber(queue_ttl)))
