@@ -12,6 +12,8 @@ from tenuto_engine._errors import ModelLoadError
 from tenuto_engine._fs import StrPath
 from tenuto_engine._geometry import DECODE_WIDTH, Geometry, default_chunk, geometry_of
 from tenuto_engine._model import context_length_of, find_folder, vocab_size_of
+from tenuto_engine._row_cost import RowCost
+from tenuto_engine._sizes import sizes_of
 
 _LENGTH_BYTES: Final = 8
 _LONGEST_HEADER: Final = 100 * 2**20
@@ -24,7 +26,9 @@ class ModelFacts:
     Attributes:
         folder: where it is.
         geometry: what it will have when it is loaded.
-        weight_bytes: what its weights take on disk, which is about what they take in memory.
+        weight_bytes: what it takes in memory without rows; where that is not known, what its
+            weights take on disk, which is about as much.
+        row_cost: what a row takes; None if that shows only when it is loaded.
         context_length: most tokens of prompt and answer together; None if it does not say.
         vocab_size: token ids are below it.
     """
@@ -34,6 +38,7 @@ class ModelFacts:
     weight_bytes: int
     context_length: int | None
     vocab_size: int
+    row_cost: RowCost | None = None
 
 
 def model_facts(
@@ -50,17 +55,18 @@ def model_facts(
     """
     folder = find_folder(path_or_repo)
     config = _config(folder / "config.json")
+    on_disk = weight_bytes(folder)
+    chunk = default_chunk() if chunk_size is None else chunk_size
+    cache_file = None if hash_cache is None else Path(hash_cache)
+    geometry = geometry_of(folder, width=DECODE_WIDTH, chunk=chunk, cache_file=cache_file)
+    sizes = sizes_of(folder, chunk, fingerprint=geometry.fingerprint, cache_file=cache_file)
     return ModelFacts(
         folder=folder,
-        weight_bytes=weight_bytes(folder),
-        geometry=geometry_of(
-            folder,
-            width=DECODE_WIDTH,
-            chunk=default_chunk() if chunk_size is None else chunk_size,
-            cache_file=None if hash_cache is None else Path(hash_cache),
-        ),
+        weight_bytes=on_disk if sizes is None else sizes.weight_bytes,
+        geometry=geometry,
         context_length=context_length_of(config),
         vocab_size=vocab_size_of(folder, config),
+        row_cost=None if sizes is None else sizes.row_cost,
     )
 
 

@@ -9,9 +9,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
-import secrets
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -21,6 +19,7 @@ import mlx.core as mx
 import xxhash
 
 from tenuto_engine._errors import ModelLoadError
+from tenuto_engine._remembered import Remembered, read_remembered, write_remembered
 
 CHUNK_GPU: Final = 512
 CHUNK_CPU: Final = 32
@@ -163,7 +162,7 @@ def hash_model(folder: Path, cache_file: Path | None = None) -> str:
     Raises:
         ModelLoadError: a file cannot be read, or there is none.
     """
-    remembered = _read_cache(cache_file)
+    remembered = read_remembered(cache_file)
     try:
         paths = sorted(path for path in folder.iterdir() if _is_model_file(path))
         digests = {path: _digest_remembered(path, remembered) for path in paths}
@@ -173,8 +172,8 @@ def hash_model(folder: Path, cache_file: Path | None = None) -> str:
         )
     if not digests:
         raise ModelLoadError(f"{folder}: no model files")
-    if cache_file is not None and remembered != _read_cache(cache_file):
-        _write_cache(cache_file, remembered)
+    if cache_file is not None and remembered != read_remembered(cache_file):
+        write_remembered(cache_file, remembered)
     total = xxhash.xxh3_128()
     for path, file_digest in digests.items():
         total.update(f"{path.name}\0{file_digest}\n".encode())
@@ -182,9 +181,6 @@ def hash_model(folder: Path, cache_file: Path | None = None) -> str:
 
 
 # -- helpers ---------------------------------------------------------------------------
-
-# Path -> [size, mtime_ns, digest].
-_Remembered = dict[str, list[Any]]
 
 
 def _flat(geometry: Geometry) -> dict[str, str]:
@@ -198,7 +194,7 @@ def _is_model_file(path: Path) -> bool:
     return plain and any(fnmatch.fnmatchcase(path.name, pattern) for pattern in _MODEL_FILES)
 
 
-def _digest_remembered(path: Path, remembered: _Remembered) -> str:
+def _digest_remembered(path: Path, remembered: Remembered) -> str:
     facts = path.stat()
     match remembered.get(str(path.resolve())):
         case [facts.st_size, facts.st_mtime_ns, str(known)]:
@@ -214,22 +210,3 @@ def _digest(path: Path) -> str:
         while block := stream.read(_READ_BYTES):
             state.update(block)
     return state.hexdigest()
-
-
-def _read_cache(cache_file: Path | None) -> _Remembered:
-    if cache_file is None:
-        return {}
-    try:
-        content = json.loads(cache_file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _write_cache(cache_file: Path, remembered: _Remembered) -> None:
-    temporary = cache_file.with_name(f"{cache_file.name}.{secrets.token_hex(4)}.tmp")
-    # Only time is lost without it.
-    with suppress(OSError):
-        cache_file.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(remembered), encoding="utf-8")
-        temporary.replace(cache_file)

@@ -60,7 +60,7 @@ class LoadedModel:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all arrays that the model holds."""
-        return sum(array.nbytes for array in _arrays(dict(self.model)))
+        return bytes_of(self.model)
 
     def make_caches(self) -> list[Any]:
         """Fresh, empty caches, one a layer."""
@@ -169,6 +169,11 @@ def _silence_length_warning(tokenizer: TokenizerWrapper) -> None:
     said = getattr(tokenizer, "deprecation_warnings", None)
     if isinstance(said, dict):
         said["sequence-length-is-longer-than-the-specified-maximum"] = True
+
+
+def bytes_of(model: Any) -> int:
+    """Bytes of all arrays of an mlx-lm module, evaluated or not."""
+    return sum(array.nbytes for array in _arrays(dict(model)))
 
 
 def cannot_run(folder: Path, error: Exception) -> ModelLoadError:

@@ -72,8 +72,6 @@ def test_facts_are_those_of_the_loaded_model(tmp_path: Path, kind: Kind) -> None
     assert facts.geometry == engine.geometry
     assert facts.context_length == engine.context_length
     assert facts.vocab_size == engine.vocab_size
-    # Rotary frequencies and the like are no tensors of the file.
-    assert facts.weight_bytes <= engine.weight_bytes <= 1.02 * facts.weight_bytes
 
 
 def test_facts_load_nothing(tmp_path: Path) -> None:

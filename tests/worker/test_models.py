@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 
 from model_shop import NAMES, ROW, Budget, Shop, run_job, warm
-from tenuto_client import unpack_worker
+from tenuto_client import LimitExceeded, SyncClient, unpack_worker
 from tenuto_engine import model_facts
 from tenuto_worker._errors import ConfigError
 from tenuto_worker._hosted import Hosted, ModelState
@@ -77,10 +77,10 @@ def test_a_claimed_job_that_is_not_prepared_yet_keeps_its_model(shop: Shop, budg
 
 
 def test_neighbours_decode_on_while_another_model_loads(shop: Shop, budget: Budget) -> None:
+    worker = shop.worker(budget(2, 2))
     # mlx-lm reads this file where it is there, so the load lasts until somebody writes it.
     gate = shop.folders["c"] / "generation_config.json"
     os.mkfifo(gate)
-    worker = shop.worker(budget(2, 2))
     first, second = shop.submit("a"), shop.submit("c")
     assert worker.claim("a")
     assert worker.rooms.claimer.claim_one("c")
@@ -323,6 +323,27 @@ def test_room_is_what_a_row_may_still_take(shop: Shop, budget: Budget) -> None:
     assert ROW <= left < alone
     worker.finish()
     assert pool.room("a") == alone
+
+
+def test_what_a_cold_model_has_room_for_is_announced_and_submit_refuses_more(
+    shop: Shop, budget: Budget, redis_url: str, namespace: str
+) -> None:
+    worker = shop.worker(budget(1, 1))
+    pool = worker.rooms.pool
+    most = pool.max_context("c")
+    with SyncClient(redis_url, namespace=namespace) as client:
+        said = {info.name: info.max_context for info in client.models()}
+        assert said == dict.fromkeys(NAMES, most)
+        assert most is not None
+        with pytest.raises(LimitExceeded, match=f"{most + 1} tokens .* over the {most} that c"):
+            client.submit("c", [1, 2, 3], max_tokens=most - 2)
+        job = client.submit("c", [1, 2, 3], max_tokens=most - 3)
+    assert "c" not in warm(worker)
+    assert worker.claim("c")
+    assert pool.max_context("c") == most
+    worker.run.ask_to_stop(Stop.DRAIN)
+    worker.settle()
+    assert shop.state(job.id) == "queued"
 
 
 def test_without_a_budget_there_is_no_limit_to_the_room(shop: Shop) -> None:

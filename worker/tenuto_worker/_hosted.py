@@ -34,7 +34,7 @@ class Hosted:
     Attributes:
         facts: what its files tell; None if they could not be read.
         engine: there while it is warm.
-        cost: what a row takes; None before it was loaded once.
+        cost: what a row takes; None if its files do not tell, before it was loaded once.
         used_at: when it last had a run, by the monotonic clock.
         failures: attempts in a row in which it could not be loaded; `reason` is why.
         retry_at: when the next may be made, by the monotonic clock.
@@ -67,12 +67,12 @@ class Hosted:
     def learn(self, facts: ModelFacts) -> None:
         """Take what its files tell."""
         if facts != self.facts:
-            self.facts, self.weight_bytes, self.cost = facts, facts.weight_bytes, None
+            self.facts, self.weight_bytes, self.cost = facts, facts.weight_bytes, facts.row_cost
 
     def warmed(self, engine: Engine) -> None:
         """It is loaded."""
         self.state, self.engine = ModelState.WARM, engine
-        # The files tell it nearly, the arrays exactly.
+        # Where the files did not tell it, the arrays do.
         self.weight_bytes, self.cost = engine.weight_bytes, engine.row_cost
         self.failures, self.reason = 0, ""
 
