@@ -36,6 +36,7 @@ from ._errors import InvalidRequest
 _SENTINEL: Final = re.compile(r"rediss?\+sentinel")
 _HOST: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::([0-9]{1,5}))?")
 _SERVICE: Final = re.compile(r"[A-Za-z0-9._-]+")
+_PORT: Final = 6379
 _SENTINEL_PORT: Final = 26379
 _DEMOTION: Final = re.compile("^NOREPLICAS|-READONLY|-NOREPLICAS")
 _LOOKUP_S: Final = 1.0
@@ -96,12 +97,67 @@ class Endpoint:
         return endpoint
 
     @property
-    def probe(self) -> str:
-        """A command line that tells more of what does not answer."""
-        if self._group is None:
-            return f"redis-cli -u {self.address} ping"
-        host, port = self._group.hosts[0]
-        return f"redis-cli -h {host} -p {port} sentinel master {self._group.service}"
+    def place(self) -> str:
+        """Server and database, the same for every way to write them that can be told."""
+        if self._group is not None:
+            return self.address
+        options = self.blocking().connection_pool.connection_kwargs
+        database = int(options.get("db") or 0)
+        if path := options.get("path"):
+            return f"unix://{path}?db={database}"
+        host = str(options.get("host") or "localhost")
+        host = "localhost" if host in ("127.0.0.1", "::1") else host
+        return f"{host}:{options.get('port') or _PORT}/{database}"
+
+    @property
+    def has_secret(self) -> bool:
+        """Whether the URL has a user, a password, or options that may be one."""
+        return self._url.partition("?")[0] != self.address or "password" in self._url
+
+    @property
+    def has_password(self) -> bool:
+        """Whether the server gets one."""
+        options = self.blocking().connection_pool.connection_kwargs
+        return bool(options.get("password"))
+
+    def flags(self, master: tuple[str, int] | None = None) -> list[str]:
+        """What redis-cli has to be told to reach the server; no password.
+
+        Args:
+            master: where it is, if sentinels know. Without it, the first sentinel is reached.
+        """
+        options = self.blocking().connection_pool.connection_kwargs
+        database = ["-n", str(options["db"])] if options.get("db") else []
+        if path := options.get("path"):
+            return ["-s", str(path), *database, *self._user(options)]
+        host, port = options.get("host") or "localhost", options.get("port") or _PORT
+        if self._group is not None:
+            if master is None:
+                (host, port), database = self._group.hosts[0], []
+            else:
+                host, port = master
+        where = ["-h", str(host), "-p", str(port), *database]
+        return [*where, *self._tls(options), *self._user(options)]
+
+    def _user(self, options: Mapping[str, Any]) -> list[str]:
+        # Alone, it may be a password that somebody put in the wrong place.
+        has_both = options.get("username") and options.get("password")
+        return ["--user", str(options["username"])] if has_both else []
+
+    def _tls(self, options: Mapping[str, Any]) -> list[str]:
+        if not self._url.startswith("rediss"):
+            return []
+        flags = ["--tls"]
+        names = {"ssl_ca_certs": "--cacert", "ssl_certfile": "--cert", "ssl_keyfile": "--key"}
+        for name, flag in names.items():
+            if value := options.get(name):
+                flags += [flag, str(value)]
+        return [*flags, "--insecure"] if options.get("ssl_cert_reqs") == "none" else flags
+
+    @property
+    def probe(self) -> tuple[str, ...]:
+        """A command to type that tells more of what does not answer."""
+        return ("ping",) if self._group is None else ("sentinel", "master", self._group.service)
 
     def blocking(self, **options: Any) -> redis.Redis:
         """A blocking client that returns bytes; `options` are redis-py's, and the URL's win."""
@@ -126,6 +182,17 @@ class Endpoint:
             client = self._group.asynchronous(options)
         _prepare(client.connection_pool, _asynchronous)
         return client
+
+
+def once() -> Any:
+    """The option `retry` of a blocking client that tries once."""
+    return redis.retry.Retry(NoBackoff(), 0)
+
+
+def once_asynchronously() -> Any:
+    """The same of an asyncio one."""
+    make: Any = redis.asyncio.retry.Retry
+    return make(NoBackoff(), 0)
 
 
 async def close_client(client: Any) -> None:

@@ -23,13 +23,15 @@ class Finding:
     Attributes:
         subject: what was looked at, such as `redis`.
         says: what is the case.
-        fix: the line to type, or what else mends it.
+        fix: lines to type that mend it, as they stand.
+        note: what else mends it, or what to know of the lines, in words.
     """
 
     level: Level
     subject: str
     says: str
     fix: str | None = None
+    note: str | None = None
 
 
 def count(number: int, noun: str) -> str:

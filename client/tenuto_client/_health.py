@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -11,7 +13,7 @@ from typing import Any, Final
 
 from ._announce import ALIVE_S, ModelInfo, WorkerInfo, unpack_model, unpack_worker
 from ._config import Settings
-from ._endpoint import Endpoint, address_of
+from ._endpoint import Endpoint, address_of, once_asynchronously
 from ._errors import ServerStartFailed, ServerUnavailable, TenutoError
 from ._findings import Finding, Level, count, size
 from ._limits_health import check_limits
@@ -19,10 +21,12 @@ from ._outlook import EXACT_WAIT_S, waits_for_its_own, without_lease
 from ._redis import Connection
 from ._server import find_server
 from ._server_home import FULL_DISK_BYTES, ServerHome, server_binary
+from ._to_type import RedisCli, tenuto_lines, with_flags
 from .keys import Keys
 
 _LOW_DISK: Final = 1 << 30
 _NO_DISK: Final = 100 << 20
+_ANSWER_S: Final = 2.0
 _OLDEST: Final = (6, 2)
 _MOST_RUNNING: Final = 10_000
 _MOST_WAITING: Final = 63
@@ -37,15 +41,20 @@ def check_data_dir(settings: Settings) -> Iterator[Finding]:
             Level.PROBLEM,
             "data dir",
             f"{folder} cannot be {'written' if existing == folder else 'made'}: {reason}",
-            f"chmod u+rwx {existing}   or name another: --data-dir, TENUTO_DATA_DIR",
+            shlex.join(["chmod", "u+rwx", str(existing)]),
+            "or name another: --data-dir, TENUTO_DATA_DIR",
         )
         return
     there = "" if existing == folder else " (not made yet)"
     yield Finding(Level.OK, "data dir", f"{folder}{there}")
     free = shutil.disk_usage(existing).free
     level = Level.PROBLEM if free < _NO_DISK else Level.WARNING if free < _LOW_DISK else Level.OK
-    fix = None if level is Level.OK else f"df -h {existing}   and make room for checkpoints"
-    yield Finding(level, "disk", f"{size(free)} free", fix)
+    says = f"{size(free)} free"
+    if level is Level.OK:
+        yield Finding(level, "disk", says)
+    else:
+        fix = shlex.join(["df", "-h", str(existing)])
+        yield Finding(level, "disk", says, fix, "make room for checkpoints")
 
 
 def _why_not_writable(folder: Path) -> str | None:
@@ -65,19 +74,47 @@ async def check_server(settings: Settings) -> list[Finding]:
     try:
         url = settings.redis_url or find_server(settings.data_dir)
     except TenutoError as error:
-        return [Finding(Level.PROBLEM, "server", error.message, error.hint)]
+        return [Finding(Level.PROBLEM, "server", error.message, note=error.hint)]
     if url is None:
         return [_idle_server(settings.data_dir)]
     connection = Connection(url, settings.data_dir, retry_for=0)
     try:
-        keys = Keys(settings.namespace)
-        findings = await _look(connection, url, keys)
-        return findings + await _lost_jobs(connection, keys, settings.data_dir / "checkpoints")
+        await _greet(url, settings.data_dir)
+        return await _look(connection, url, settings)
     except ServerUnavailable as error:
-        fix = "tenuto server" if settings.redis_url is None else Endpoint.parse(url).probe
-        return [Finding(Level.PROBLEM, "server", error.message, f"{fix}   tells more")]
+        return [_unreachable(error, url, settings)]
     finally:
         await connection.close()
+
+
+async def _greet(url: str, data_dir: Path) -> None:
+    """One try, and not for long: whoever asks what is wrong is not to wait for it.
+
+    Raises:
+        ServerUnavailable: no answer, or a refusal.
+    """
+    patience = {"socket_timeout": _ANSWER_S, "socket_connect_timeout": _ANSWER_S}
+    connection = Connection(url, data_dir, retry_for=0, **patience, retry=once_asynchronously())
+    try:
+        await asyncio.wait_for(connection.once("PING"), _ANSWER_S + 0.5)
+    except TimeoutError:
+        says = f"no answer from {address_of(url)} within {_ANSWER_S:g} s"
+        raise ServerUnavailable(says, transient=True) from None
+    finally:
+        await connection.close()
+
+
+def _unreachable(error: ServerUnavailable, url: str, settings: Settings) -> Finding:
+    if settings.redis_url is None:
+        more = tenuto_lines(settings, "server", note="tells more")
+        return Finding(Level.PROBLEM, "server", error.message, **more)
+    endpoint = Endpoint.parse(url)
+    if not error.transient:
+        has = "a password, which is not shown" if endpoint.has_password else "no password"
+        note = "\n".join(filter(None, (error.hint, f"the URL has {has}")))
+        return Finding(Level.PROBLEM, "server", error.message, note=note)
+    more = RedisCli(endpoint).advice(endpoint.probe, note="tells more")
+    return Finding(Level.PROBLEM, "server", error.message, **more)
 
 
 def _idle_server(data_dir: Path) -> Finding:
@@ -85,23 +122,25 @@ def _idle_server(data_dir: Path) -> Finding:
     home = ServerHome.of(data_dir)
     if home.folder.exists() and shutil.disk_usage(home.folder).free < FULL_DISK_BYTES:
         fix = f"make room on the disk, but leave {home.folder / 'aof'} alone: it holds the jobs"
-        return Finding(Level.PROBLEM, "server", f"{says}, and cannot: its disk is full", fix)
+        return Finding(Level.PROBLEM, "server", f"{says}, and cannot: its disk is full", note=fix)
     try:
         server_binary()
     except ServerStartFailed as error:
-        return Finding(Level.PROBLEM, "server", error.message, error.hint)
+        return Finding(Level.PROBLEM, "server", error.message, note=error.hint)
     return Finding(Level.OK, "server", f"{says}; it starts with the first submit or worker")
 
 
-async def _look(connection: Connection, url: str, keys: Keys) -> list[Finding]:
+async def _look(connection: Connection, url: str, settings: Settings) -> list[Finding]:
+    keys = Keys(settings.namespace)
     info = await connection.call("INFO")
-    findings = [_version(info, url), *await _settings(connection, info)]
+    cli = RedisCli(Endpoint.parse(url), connection.master)
+    findings = [_version(info, url), *await _settings(connection, info, cli)]
     workers = await _workers(connection, keys)
     findings.append(await _namespace(connection, keys))
-    findings += _worker_findings(workers)
-    findings += await _queues(connection, keys, workers)
-    findings += await check_limits(connection, keys)
-    findings += await _running(connection, keys, workers)
+    findings += _worker_findings(workers, settings)
+    findings += await _queues(connection, keys, workers, settings)
+    findings += await check_limits(connection, keys, settings)
+    findings += await _running(connection, keys, workers, settings)
     return findings
 
 
@@ -111,11 +150,13 @@ def _version(info: Mapping[str, Any], url: str) -> Finding:
     says = f"{name} {version} at {address_of(url)}"
     numbers = tuple(int(part) for part in str(info["redis_version"]).split(".")[:2])
     if numbers < _OLDEST:
-        return Finding(Level.PROBLEM, "server", says, "upgrade it to 6.2 or later")
+        return Finding(Level.PROBLEM, "server", says, note="upgrade it to 6.2 or later")
     return Finding(Level.OK, "server", says)
 
 
-async def _settings(connection: Connection, info: Mapping[str, Any]) -> list[Finding]:
+async def _settings(
+    connection: Connection, info: Mapping[str, Any], cli: RedisCli
+) -> list[Finding]:
     try:
         appendonly = await _setting(connection, "appendonly")
         appendfsync = await _setting(connection, "appendfsync")
@@ -125,7 +166,7 @@ async def _settings(connection: Connection, info: Mapping[str, Any]) -> list[Fin
             raise
         says = "its settings cannot be read; see to appendonly, appendfsync and maxmemory-policy"
         return [Finding(Level.WARNING, "durability", says)]
-    return [_durability(appendonly, appendfsync, info), _memory(policy, info)]
+    return [_durability(appendonly, appendfsync, info, cli), _memory(policy, info, cli)]
 
 
 async def _setting(connection: Connection, name: str) -> str:
@@ -135,42 +176,55 @@ async def _setting(connection: Connection, name: str) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def _durability(appendonly: str, appendfsync: str, info: Mapping[str, Any]) -> Finding:
+def _durability(
+    appendonly: str, appendfsync: str, info: Mapping[str, Any], cli: RedisCli
+) -> Finding:
     says = f"appendonly {appendonly}, appendfsync {appendfsync}"
+    wrong = {} if appendonly == "yes" else {"appendonly": "yes"}
+    if appendfsync != "always":
+        wrong["appendfsync"] = "always"
     if appendonly != "yes":
-        return Finding(
-            Level.PROBLEM,
-            "durability",
-            f"{says}: a crash of the server loses jobs",
-            "redis-cli CONFIG SET appendonly yes   and write it into redis.conf",
-        )
+        says = f"{says}: a crash of the server loses jobs"
+        return Finding(Level.PROBLEM, "durability", says, **_set(wrong, info, cli))
     if info.get("aof_last_write_status", "ok") != "ok":
         says = f"{says}, and its last write failed"
-        return Finding(Level.PROBLEM, "durability", says, "look at its disk and its log")
-    if appendfsync != "always":
-        return Finding(
-            Level.WARNING,
-            "durability",
-            f"{says}: a power loss may lose the last seconds",
-            "redis-cli CONFIG SET appendfsync always   or submit with wait_fsync",
-        )
+        return Finding(Level.PROBLEM, "durability", says, note="look at its disk and its log")
+    if wrong:
+        says = f"{says}: a power loss may lose the last seconds"
+        otherwise = "or have submits wait for the disk: Client(wait_fsync=True)"
+        return Finding(Level.WARNING, "durability", says, **_set(wrong, info, cli, otherwise))
     return Finding(Level.OK, "durability", says)
 
 
-def _memory(policy: str, info: Mapping[str, Any]) -> Finding:
+def _set(
+    wanted: Mapping[str, str], info: Mapping[str, Any], cli: RedisCli, otherwise: str = ""
+) -> dict[str, str | None]:
+    """How the server gets settings, and keeps them over a restart."""
+    commands: list[tuple[str, ...]] = [("CONFIG", "SET", *each) for each in wanted.items()]
+    notes = [otherwise] if otherwise else []
+    if info.get("config_file"):
+        commands.append(("CONFIG", "REWRITE"))
+    else:
+        flags = " ".join(f"--{name} {value}" for name, value in wanted.items())
+        notes.append(
+            f"it has no redis.conf: a restart forgets it, unless it is started with {flags}"
+        )
+    if cli.master is not None:
+        notes.append("the same on each replica, which may be the master next")
+    return cli.advice(*commands, note="\n".join(notes))
+
+
+def _memory(policy: str, info: Mapping[str, Any], cli: RedisCli) -> Finding:
     used, most = int(info.get("used_memory", 0)), int(info.get("maxmemory", 0))
     bound = f" of {most >> 20}" if most else ""
     says = f"{used >> 20}{bound} MiB used, maxmemory-policy {policy}"
     if policy != "noeviction":
-        return Finding(
-            Level.PROBLEM,
-            "memory",
-            f"{says}: it may throw jobs away",
-            "redis-cli CONFIG SET maxmemory-policy noeviction   and write it into redis.conf",
-        )
+        says = f"{says}: it may throw jobs away"
+        fix = _set({"maxmemory-policy": "noeviction"}, info, cli)
+        return Finding(Level.PROBLEM, "memory", says, **fix)
     if most and used > 0.9 * most:
-        fix = "raise maxmemory, or delete old jobs: tenuto list"
-        return Finding(Level.WARNING, "memory", f"{says}: submits will soon be refused", fix)
+        note = "raise maxmemory, or delete old jobs: tenuto list"
+        return Finding(Level.WARNING, "memory", f"{says}: submits will soon be refused", note=note)
     return Finding(Level.OK, "memory", says)
 
 
@@ -182,27 +236,6 @@ async def _namespace(connection: Connection, keys: Keys) -> Finding:
     return Finding(Level.OK, "namespace", says)
 
 
-def _jobs_on_disk(root: Path) -> list[str]:
-    try:
-        return sorted(path.name for path in root.iterdir() if path.is_dir() and any(path.iterdir()))
-    except OSError:
-        return []
-
-
-async def _lost_jobs(connection: Connection, keys: Keys, root: Path) -> list[Finding]:
-    """Jobs with checkpoints here that Redis does not have, though it did not remove them."""
-    jobs = _jobs_on_disk(root)
-    known = await connection.pipeline([("EXISTS", keys.job(job)) for job in jobs])
-    removed = await connection.pipeline([("ZSCORE", keys.removed(), job) for job in jobs])
-    both = zip(known, removed, strict=True)
-    lost = sum(not is_known and when is None for is_known, when in both)
-    if not lost:
-        return []
-    jobs_lost = f"{count(lost, 'job')} with checkpoints in {root}"
-    says = f"{jobs_lost} that Redis does not have, and did not remove"
-    return [Finding(Level.WARNING, "lost", says, "tenuto checkpoints recover   puts them back")]
-
-
 async def _workers(connection: Connection, keys: Keys) -> list[WorkerInfo]:
     seconds, _ = await connection.call("TIME")
     entries = await connection.call("HGETALL", keys.workers())
@@ -210,10 +243,10 @@ async def _workers(connection: Connection, keys: Keys) -> list[WorkerInfo]:
     return [each for each in known if int(seconds) - each.seen_at <= ALIVE_S]
 
 
-def _worker_findings(workers: list[WorkerInfo]) -> Iterator[Finding]:
+def _worker_findings(workers: list[WorkerInfo], settings: Settings) -> Iterator[Finding]:
     if not workers:
-        fix = "tenuto worker --model NAME=PATH_OR_REPO"
-        yield Finding(Level.WARNING, "workers", "none is alive, so no job runs", fix)
+        note = _start(settings, "NAME")
+        yield Finding(Level.WARNING, "workers", "none is alive, so no job runs", note=note)
     for worker in workers:
         device = f" on {worker.device}" if worker.device else ""
         yield Finding(
@@ -223,16 +256,23 @@ def _worker_findings(workers: list[WorkerInfo]) -> Iterator[Finding]:
             f"{worker.running} of {worker.slots} slots in use",
         )
         if worker.last_death is not None:
-            fix = "its log has the rest; jobs went on in the process that followed"
+            note = "its log has the rest; jobs went on in the process that followed"
             says = f"the process of {worker.name} before this one died: {worker.last_death}"
-            yield Finding(Level.WARNING, "worker", says, fix)
+            yield Finding(Level.WARNING, "worker", says, note=note)
         for model, reason in worker.broken.items():
-            fix = "mend or replace its files; the worker tries again by itself"
+            note = "mend or replace its files; the worker tries again by itself"
             says = f"{worker.name} cannot load model {model}: {reason}"
-            yield Finding(Level.PROBLEM, "model", says, fix)
+            yield Finding(Level.PROBLEM, "model", says, note=note)
 
 
-async def _queues(connection: Connection, keys: Keys, workers: list[WorkerInfo]) -> list[Finding]:
+def _start(settings: Settings, model: str) -> str:
+    line = with_flags(settings, f"tenuto worker --model {model}=PATH_OR_REPO")
+    return f"start one, with the model's folder or repository: {line}"
+
+
+async def _queues(
+    connection: Connection, keys: Keys, workers: list[WorkerInfo], settings: Settings
+) -> list[Finding]:
     findings = []
     for name, packed in sorted((await connection.call("HGETALL", keys.models())).items()):
         model = unpack_model(name.decode(), packed)
@@ -247,8 +287,8 @@ async def _queues(connection: Connection, keys: Keys, workers: list[WorkerInfo])
             findings.append(Finding(Level.OK, "queue", says))
         else:
             says = f"{says}, and no worker serves it"
-            fix = f"tenuto worker --model {model.name}=PATH_OR_REPO"
-            findings.append(Finding(Level.PROBLEM, "queue", says, fix))
+            note = _start(settings, model.name)
+            findings.append(Finding(Level.PROBLEM, "queue", says, note=note))
     return findings
 
 
@@ -278,7 +318,9 @@ async def _held_back(
     )
 
 
-async def _running(connection: Connection, keys: Keys, workers: list[WorkerInfo]) -> list[Finding]:
+async def _running(
+    connection: Connection, keys: Keys, workers: list[WorkerInfo], settings: Settings
+) -> list[Finding]:
     ids = [i.decode() for i in await connection.call("ZRANGE", keys.running(), 0, _MOST_RUNNING)]
     lost = await without_lease(connection, keys, ids)
     if not lost:
@@ -287,5 +329,5 @@ async def _running(connection: Connection, keys: Keys, workers: list[WorkerInfo]
     says = f"{len(lost)} of {count(len(ids), 'running job')} {has} no lease: {', '.join(lost[:3])}"
     if workers:
         return [Finding(Level.WARNING, "jobs", f"{says}; a worker will take them over")]
-    fix = "tenuto worker --model NAME=PATH_OR_REPO   takes them over"
-    return [Finding(Level.PROBLEM, "jobs", says, fix)]
+    note = f"a worker takes them over; {_start(settings, 'NAME')}"
+    return [Finding(Level.PROBLEM, "jobs", says, note=note)]

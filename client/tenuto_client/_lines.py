@@ -97,6 +97,7 @@ def finding_line(finding: Finding) -> str:
             "subject": finding.subject,
             "says": finding.says,
             "fix": finding.fix,
+            "note": finding.note,
         }
     )
 

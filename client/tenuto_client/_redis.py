@@ -59,12 +59,18 @@ class Connection:
             where it does not run, also when it has died in between.
         retry_for: for how many seconds a call is tried again after the server was lost. A server
             that was never reached is not waited for.
+        options: redis-py's, over ours.
     """
 
-    def __init__(self, url: str | None, data_dir: Path, retry_for: float) -> None:
+    def __init__(self, url: str | None, data_dir: Path, retry_for: float, **options: Any) -> None:
         self._given = None if url is None else Endpoint.parse(url)
         self._data_dir = data_dir
         self._retry_for = retry_for
+        self._options = {
+            "socket_timeout": _SOCKET_TIMEOUT_S,
+            "socket_connect_timeout": _CONNECT_TIMEOUT_S,
+            **options,
+        }
         self._client: Any = None
         self._reached = False
 
@@ -129,6 +135,13 @@ class Connection:
             raise self._mapped(error) from error
         self._reached = True
 
+    @property
+    def master(self) -> tuple[str, int] | None:
+        """Where the sentinels say that the server is; None without sentinels."""
+        pool = getattr(self._client, "connection_pool", None)
+        found: tuple[str, int] | None = getattr(pool, "master_address", None)
+        return found
+
     async def close(self) -> None:
         """Close all connections. The embedded server goes on, for others and for later."""
         client, self._client = self._client, None
@@ -140,9 +153,7 @@ class Connection:
             endpoint = self._given or Endpoint.parse(await self._start_embedded())
             self._address = endpoint.address
             if self._client is None:
-                self._client = endpoint.asynchronous(
-                    socket_timeout=_SOCKET_TIMEOUT_S, socket_connect_timeout=_CONNECT_TIMEOUT_S
-                )
+                self._client = endpoint.asynchronous(**self._options)
         return self._client
 
     async def _start_embedded(self) -> str:

@@ -33,6 +33,8 @@ _CALL_TIMEOUT_S = 1.0
 # macOS allows 104 bytes for a socket's path, Linux 108, both with a zero byte at the end.
 _SOCKET_PATH_BYTES = 103
 _LOG_BYTES = 1 << 20
+# A base without keys has a header of about 90 bytes.
+_EMPTY_BASE_BYTES = 128
 _LOG_LINES_SHOWN = 12
 # With less than this a server may come up, but not write what it is to keep.
 FULL_DISK_BYTES = 1 << 20
@@ -136,6 +138,16 @@ class ServerHome:
             return _try_flock(descriptor)
         finally:
             os.close(descriptor)
+
+    def has_data(self) -> bool:
+        """Whether the append-only file has more than what an empty server writes."""
+        try:
+            written = [file.stat().st_size for file in (self.folder / "aof").glob("*.incr.aof")]
+            bases = [file.stat().st_size for file in (self.folder / "aof").glob("*.base.*")]
+        except OSError:
+            # Nobody can say.
+            return True
+        return any(written) or any(size > _EMPTY_BASE_BYTES for size in bases)
 
     def prepare(self) -> None:
         """With the lock held: forget the dead server, write the configuration."""

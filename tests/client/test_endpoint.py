@@ -47,13 +47,52 @@ async def test_tls_holds_for_the_sentinels_too() -> None:
 @pytest.mark.parametrize("url", [GROUP, "redis://me:sesame@a:1/3", "unix://me:sesame@/run/s?db=3"])
 def test_nothing_that_is_shown_of_an_endpoint_has_a_password(url: str) -> None:
     endpoint = Endpoint.parse(url)
-    for shown in (endpoint.address, endpoint.probe, repr(endpoint)):
+    for shown in (endpoint.address, endpoint.place, *endpoint.flags(), repr(endpoint)):
         assert "sesame" not in shown
         assert "open" not in shown
 
 
 def test_what_is_looked_at_when_sentinels_do_not_answer_is_the_first_of_them() -> None:
-    assert Endpoint.parse(GROUP).probe == "redis-cli -h a -p 1 sentinel master jobs"
+    endpoint = Endpoint.parse(GROUP)
+    assert endpoint.flags()[:4] == ["-h", "a", "-p", "1"]
+    assert endpoint.probe == ("sentinel", "master", "jobs")
+
+
+@pytest.mark.parametrize(
+    ("url", "flags"),
+    [
+        ("redis://host", "-h host -p 6379"),
+        ("redis://:sesame@host:1/3", "-h host -p 1 -n 3"),
+        ("redis://me:sesame@host:1", "-h host -p 1 --user me"),
+        # A password in the wrong place.
+        ("redis://sesame@host:1", "-h host -p 1"),
+        ("unix:///run/s?db=2", "-s /run/s -n 2"),
+        ("rediss://host:1?ssl_ca_certs=/ca.pem", "-h host -p 1 --tls --cacert /ca.pem"),
+        ("rediss://host:1?ssl_cert_reqs=none", "-h host -p 1 --tls --insecure"),
+    ],
+)
+def test_redis_cli_is_told_where_the_server_is(url: str, flags: str) -> None:
+    assert Endpoint.parse(url).flags() == flags.split()
+
+
+def test_behind_sentinels_redis_cli_is_told_where_the_master_is() -> None:
+    flags = Endpoint.parse(GROUP).flags(("10.0.0.7", 6380))
+    assert flags == ["-h", "10.0.0.7", "-p", "6380", "-n", "3", "--user", "me"]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ("redis://localhost", "redis://:pw@127.0.0.1:6379/0", True),
+        ("redis://localhost", "redis://localhost/1", False),
+        ("redis://localhost", "redis://localhost:6380", False),
+        ("unix:///run/s", "unix:///run/s?db=0", True),
+        ("unix:///run/s", "unix:///run/s?db=1", False),
+        (GROUP, GROUP.replace("sesame", "open"), True),
+    ],
+)
+def test_a_place_is_the_same_however_it_is_written(one: str, other: str, is_same: bool) -> None:
+    assert (Endpoint.parse(one).place == Endpoint.parse(other).place) is is_same
 
 
 @pytest.mark.parametrize(

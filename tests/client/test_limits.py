@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -443,7 +444,14 @@ def test_doctor_names_a_limit_of_which_more_than_four_fifths_are_used(tenuto: An
         "5 jobs of tenant default waiting for m, 100 % of max_queued_per_tenant (5); "
         "submits are refused"
     )
-    assert finding["fix"].startswith("tenuto limits set max_queued_per_tenant=")
+    assert finding["fix"].startswith("tenuto limits set max_queued_per_tenant=10")
+    # What it says to type ends it, though the limit is that of one model.
+    tenuto("limits", "set", "--model", "m", "max_queued_per_tenant=5")
+    tenuto("limits", "clear", "max_queued_per_tenant")
+    (finding,) = doctor(tenuto)
+    assert tenuto(*shlex.split(finding["fix"])[1:])[0] == 0
+    assert doctor(tenuto) == []
+    tenuto("limits", "clear", "--model", "m", "max_queued_per_tenant")
     tenuto("limits", "clear", "max_queued_per_tenant")
     for _ in range(4):
         tenuto("submit", "m", "hi")

@@ -130,6 +130,9 @@ def test_every_command_and_a_worker_run_with_these_rights(
         worker.term()
         for key in admin.scan_iter("tenuto:*"):
             admin.delete(key)
+        looked = [json.loads(line) for line in tenuto("doctor", "--json", code=None).splitlines()]
+        (lost,) = [each["says"] for each in looked if each["subject"] == "lost"]
+        assert lost.startswith("1 job with checkpoints")
         tenuto("checkpoints", "recover", user="tenuto-worker")
         assert json.loads(tenuto("status", done, "--json"))["state"] == "completed"
         assert not worker.lines("thread died")

@@ -20,6 +20,7 @@ from tenuto_worker import WorkerSettings, _collector
 from tenuto_worker._commands.worker import _values, configure
 from tenuto_worker._doctor import check
 from tenuto_worker._errors import ConfigError
+from tenuto_worker._identity import take_identity
 from tenuto_worker._settings import disk_budget, size
 from workers import poll_until
 
@@ -362,3 +363,24 @@ def test_doctor_says_what_each_worker_of_the_data_dir_announced(
 
 def _budgets(settings: Settings) -> list[str]:
     return [each.says for each in check(settings) if each.subject == "disk budget"]
+
+
+def test_doctor_does_not_say_that_no_worker_runs_where_one_does(tmp_path: Path) -> None:
+    """Redis cannot tell it when it is down; the lock can."""
+    identity = take_identity(tmp_path)
+    nowhere = Settings.load(redis_url="redis://localhost:1", data_dir=tmp_path)
+    assert _budgets(nowhere) == [
+        "1 worker of this data dir runs; Redis, where it says what it keeps to, does not answer"
+    ]
+    os.close(identity.lock)
+    assert _budgets(nowhere)[0].startswith("no worker runs; by default")
+
+
+def test_doctor_says_that_a_worker_has_not_told_this_redis_of_itself(
+    redis_url: str, namespace: str, tmp_path: Path
+) -> None:
+    identity = take_identity(tmp_path)
+    settings = Settings.load(redis_url=redis_url, namespace=namespace, data_dir=tmp_path)
+    (said,) = _budgets(settings)
+    assert "has not told this Redis of itself" in said
+    os.close(identity.lock)

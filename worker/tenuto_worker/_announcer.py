@@ -27,6 +27,7 @@ from ._identity import Identity
 from ._logging import get_log
 from ._redis import namespace_id
 from ._run import Runs
+from ._served import ServedNote, data_set_ids
 from ._settings import WorkerSettings
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class Announcer:
             there are.
         broken: the models that could not be loaded, and why.
         loaded: the models that are in memory.
+        note: beside this worker's lock, which data set it serves.
         last_death: how the child before this one died; "" if none did.
     """
 
@@ -88,6 +90,7 @@ class Announcer:
         broken: Callable[[], Mapping[str, str]],
         loaded: Callable[[], Iterable[str]],
         last_death: str,
+        note: ServedNote,
     ) -> None:
         self._client = client
         self._keys = keys
@@ -100,6 +103,7 @@ class Announcer:
         self._broken = broken
         self._loaded = loaded
         self._last_death = last_death
+        self._note = note
         self._models: dict[str, ModelInfo] = {}
         self._device = ""
         self._started_at = 0.0
@@ -120,6 +124,7 @@ class Announcer:
     def announce(self) -> None:
         """Say it, and forget workers that have been silent for a day."""
         self._namespace.refresh()
+        self._note.write(data_set_ids(self._client, self._keys))
         now = self._now()
         self._started_at = self._started_at or now
         me = self._me(now)

@@ -31,6 +31,7 @@ from ._health_http import HealthServer
 from ._identity import Identity
 from ._logging import get_log, redacted, set_up_logging, take_over_loggers
 from ._redis import Outage, Patience, connect, reach, reviver, weaknesses
+from ._served import ServedNote, data_set_ids
 from ._settings import WorkerSettings
 from ._spans import export_spans, flush_spans
 from ._take_back import take_back
@@ -164,6 +165,13 @@ class Child:
             self._patience,
             crashed=bool(self._crashed),
         )
+        # Loading may take minutes, in which others may ask whose the jobs on disk are.
+        note = ServedNote(self._settings.data_dir, self._identity.name, self._settings.redis_url)
+        keys = Keys(self._settings.namespace)
+        ids = self._patience(
+            lambda: data_set_ids(client, keys), until=lambda: False, beat=lambda: None
+        )
+        note.write(ids)
         for weakness in weaknesses(client):
             self._log.warning("redis may lose jobs", setting=weakness)
         client.close()

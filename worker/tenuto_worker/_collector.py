@@ -18,6 +18,7 @@ from tenuto_engine import CheckpointError, CheckpointStore, DiskBudget, job_fold
 from ._errors import RedisAway
 from ._judge import Folder, Judge, Worth, folders, sizes_and_times
 from ._logging import get_log
+from ._owners import Missing, Owners
 from ._redis import Outage
 
 _SHARE_OF_FREE = 0.8
@@ -33,6 +34,7 @@ class Collector:
     Args:
         limit: bytes that all may take; None is four fifths of what is free.
         judge: has a connection of its own; `make_room` is called on the writer's thread.
+        find_owners: looks who else has jobs of the data dir; called where Redis lacks some.
         note_ends: called with all folders that are left, in each round.
 
     Attributes:
@@ -45,16 +47,19 @@ class Collector:
         limit: float | None,
         judge: Judge,
         outage: Outage,
+        find_owners: Callable[[], Owners],
         note_ends: Callable[[Iterable[Folder]], object] = lambda found: None,
     ) -> None:
         self._root = root
         self._limit = limit
         self._judge = judge
         self._outage = outage
+        self._find_owners = find_owners
         self._note_ends = note_ends
         self._busy = threading.Lock()
         self._again_at = 0.0
         self._lost: set[str] = set()
+        self._others: set[str] = set()
         self._refused: set[str] = set()
         self._log = get_log()
         self.budget = DiskBudget(root, make_room=self.make_room)
@@ -66,8 +71,19 @@ class Collector:
         self.budget.limit = limit_of(limit, self._root, self.budget.used())
 
     def report_lost(self) -> None:
-        """Say so, once, if there are jobs on disk that Redis lost."""
-        lost = {folder.job_id for folder in self._judge.lost(list(folders(self._root)))}
+        """Say so, once, if there are jobs on disk that Redis lost, or that are another's."""
+        found = self._judge.lost(list(folders(self._root)))
+        missing = Missing.among(found, self._judge, self._find_owners()) if found else Missing()
+        lost = {folder.job_id for folder in missing.lost}
+        others = {job.job_id: claim for claim, jobs in missing.others.items() for job in jobs}
+        for claim in {others[job] for job in others.keys() - self._others}:
+            self._log.warning(
+                f"jobs on disk {'are' if claim.is_sure else 'may be'} in another redis",
+                jobs=len(missing.others[claim]),
+                where=claim.who,
+                hint="a data dir for each redis keeps them apart",
+            )
+        self._others = set(others)
         if lost - self._lost:
             self._log.error(
                 "redis lost jobs that are on disk",

@@ -7,31 +7,40 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tenuto_client import Finding, Level, Settings, SyncClient, TenutoError, WorkerInfo
-from tenuto_client._findings import size
-from tenuto_client._server import find_server
+from tenuto_client._findings import count, size
+
+from ._identity import living_workers
 
 
-def check_budget(settings: Settings) -> Iterator[Finding]:
-    """A line for each live worker of the data dir; without one, what would hold by default."""
-    workers = announced(settings)
+def check_budget(settings: Settings, url: str | None) -> Iterator[Finding]:
+    """A line for each live worker of the data dir; without one, what would hold by default.
+
+    Args:
+        url: of the Redis, if it answers.
+    """
+    workers = [] if url is None else announced(settings, url)
     for worker in workers:
         yield Finding(Level.OK, "disk budget", f"{worker.name}: {_usage(worker)}")
-    if not workers and (settings.data_dir / "checkpoints").is_dir():
+    living = len(living_workers(settings.data_dir))
+    if not workers and living:
+        why = "Redis, where it says what it keeps to, does not answer"
+        if url is not None:
+            why = "it has not told this Redis of itself: it starts, or serves another"
+        says = f"{count(living, 'worker')} of this data dir {'runs' if living == 1 else 'run'}"
+        yield Finding(Level.OK, "disk budget", f"{says}; {why}")
+    elif not workers and (settings.data_dir / "checkpoints").is_dir():
         try:
             says = _by_default(settings.data_dir / "checkpoints")
         except ValueError as error:
-            yield Finding(Level.PROBLEM, "disk budget", f"{error}", "mend TENUTO_DISK_BUDGET")
+            yield Finding(Level.PROBLEM, "disk budget", f"{error}", note="mend TENUTO_DISK_BUDGET")
             return
         yield Finding(Level.OK, "disk budget", f"no worker runs; {says}")
 
 
-def announced(settings: Settings) -> list[WorkerInfo]:
-    """The live workers of the data dir; none where Redis does not answer or is not started."""
+def announced(settings: Settings, url: str) -> list[WorkerInfo]:
+    """The live workers of the data dir; none where Redis does not answer."""
     try:
         own = (settings.data_dir / "id").read_text("ascii").strip()
-        url = settings.redis_url or find_server(settings.data_dir)
-        if url is None:
-            return []
         with SyncClient(url, namespace=settings.namespace) as client:
             return [worker for worker in client.workers() if worker.data_dir == own]
     except (TenutoError, OSError):

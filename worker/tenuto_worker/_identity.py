@@ -57,6 +57,35 @@ def dead_sibling(data_dir: Path, mine: Identity, name: str) -> Iterator[bool]:
         os.close(descriptor)
 
 
+def living_workers(data_dir: Path) -> list[int]:
+    """Numbers of the workers of a data dir that live, since somebody holds their locks."""
+    folder = data_dir / "workers"
+    numbers = [path.stem for path in folder.glob("*.lock") if path.stem.isdecimal()]
+    return [number for number in sorted(map(int, numbers)) if _is_held(folder / f"{number}.lock")]
+
+
+def _is_held(lock: Path) -> bool:
+    try:
+        descriptor = os.open(lock, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        # Shared, so that two who look at once do not take each other for a worker.
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def note_of(data_dir: Path, number: int | str) -> Path:
+    """Where the worker of that number says which data set it serves (`_owners`)."""
+    return data_dir / "workers" / f"{number}.serves"
+
+
 def _can_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -80,6 +109,8 @@ def take_identity(data_dir: Path) -> Identity:
         _check_writable(data_dir / "checkpoints")
         reach = _data_dir_id(data_dir)
         number, lock = _first_free(folder)
+        # What whoever had the number before us served.
+        note_of(data_dir, number).unlink(missing_ok=True)
     except OSError as error:
         path = error.filename or data_dir
         raise ConfigError(

@@ -85,7 +85,12 @@ class Judge:
         self._reach = reach
         self._is_running = is_running
         # (when its files last changed, what they say) by job; reading them again takes time.
-        self._namespaces: dict[str, tuple[float, str | None]] = {}
+        self._data_sets: dict[str, tuple[float, tuple[str | None, str | None]]] = {}
+
+    @property
+    def prefix(self) -> str:
+        """What all keys of the data set in Redis begin with."""
+        return self._keys.namespace
 
     def guess(self, found: Sequence[Folder]) -> list[tuple[Worth, Folder]]:
         """What folders are worth if they are of the data set in Redis; their files are not read."""
@@ -151,12 +156,16 @@ class Judge:
 
     def namespace(self, folder: Folder) -> str | None:
         """The data set that the newest file of it that can be read belongs to."""
-        changed_at, known = self._namespaces.get(folder.job_id, (None, None))
+        return self.data_set(folder)[1]
+
+    def data_set(self, folder: Folder) -> tuple[str | None, str | None]:
+        """The same: the prefix of its keys, and its id."""
+        changed_at, known = self._data_sets.get(folder.job_id, (None, (None, None)))
         if changed_at != folder.changed_at:
-            known = newest_namespace(folder)
-            if len(self._namespaces) >= _MOST_REMEMBERED:
-                self._namespaces.clear()
-            self._namespaces[folder.job_id] = (folder.changed_at, known)
+            known = _newest_data_set(folder)
+            if len(self._data_sets) >= _MOST_REMEMBERED:
+                self._data_sets.clear()
+            self._data_sets[folder.job_id] = (folder.changed_at, known)
         return known
 
 
@@ -180,17 +189,17 @@ def folders(root: Path) -> Iterator[Folder]:
         yield Folder(name, path, sum(nbytes for nbytes, _ in stats), changed_at)
 
 
-def newest_namespace(folder: Folder) -> str | None:
-    """The data set that the newest file that can be read belongs to; None if there is none."""
+def _newest_data_set(folder: Folder) -> tuple[str | None, str | None]:
+    """That of the newest file that can be read: prefix and id; None if there is none."""
     found: list[StoredAttempt | StoredEnd] = [
         *stored_attempts(folder.path),
         *CheckpointStore(folder.path).ends(),
     ]
     readable = [each for each in found if each.meta is not None]
     if not readable:
-        return None
-    newest = max(readable, key=lambda each: each.epoch)
-    return str((newest.meta or {}).get("namespace"))
+        return None, None
+    meta = max(readable, key=lambda each: each.epoch).meta or {}
+    return meta.get("prefix"), str(meta.get("namespace"))
 
 
 def sizes_and_times(path: Path) -> Iterator[tuple[int, float]]:

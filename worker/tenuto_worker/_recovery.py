@@ -20,6 +20,7 @@ from tenuto_client import Keys, Token, pack_tokens, unpack_spec
 from tenuto_engine import CheckpointError, job_folder, job_ids
 
 from ._calls import recover_call
+from ._owners import Owners
 from ._remains import Remains, Unreadable, remains_of
 from ._scripts import JobScripts
 
@@ -38,6 +39,7 @@ class Outcome:
         tokens: how many it has.
         was_there: Redis had the job, and it was left as it was.
         reason: why it was not put back, or what of it could not be read.
+        elsewhere: another server has it, or may have it.
     """
 
     job_id: str
@@ -45,6 +47,7 @@ class Outcome:
     tokens: int = 0
     was_there: bool = False
     reason: str | None = None
+    elsewhere: bool = False
 
     @property
     def failed(self) -> bool:
@@ -57,13 +60,22 @@ class Recovery:
     Args:
         root: holds the folders of the jobs.
         reach: id of the data dir.
+        owners: to whom their jobs are left; None leaves them to nobody.
     """
 
-    def __init__(self, root: Path, reach: str, client: redis.Redis, keys: Keys) -> None:
+    def __init__(
+        self,
+        root: Path,
+        reach: str,
+        client: redis.Redis,
+        keys: Keys,
+        owners: Owners | None = None,
+    ) -> None:
         self._root = root
         self._reach = reach
         self._client = client
         self._keys = keys
+        self._owners = owners
         self._scripts = JobScripts(client, keys)
 
     def recover(self, job_id: str | None = None, *, dry_run: bool = False) -> Iterator[Outcome]:
@@ -110,6 +122,10 @@ class Recovery:
         done = Outcome(job_id, remains.state, len(remains.tokens), reason=remains.damage)
         if self._client.exists(self._keys.job(job_id)):
             return Outcome(job_id, was_there=True)
+        claim = self._owners.claim(remains.meta.namespace) if self._owners else None
+        if claim is not None:
+            # It would run twice, and what is deleted here would be removed under it.
+            return Outcome(job_id, reason=claim.says, elsewhere=True)
         if dry_run:
             return done
         # Before the job: whoever claims it must be allowed to use its checkpoints.

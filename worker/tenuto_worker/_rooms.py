@@ -31,11 +31,13 @@ from ._logging import get_log
 from ._models import ModelPool, PoolOutlets
 from ._nudges import NudgeListener
 from ._other_workers import OtherWorkers
+from ._owners import find_owners
 from ._preparer import Outlets, Preparer
 from ._publisher import Publisher
 from ._redis import Outage, Patience, connect
 from ._run import EndKind, Run, Runs, Stop, end_words
 from ._scripts import JobScripts
+from ._served import ServedNote
 from ._settings import WorkerSettings
 from ._tickets import Tickets
 
@@ -83,6 +85,7 @@ class Rooms:
             broken=self.pool.broken,
             loaded=self.pool.loaded,
             last_death=last_death,
+            note=ServedNote(settings.data_dir, identity.name, settings.redis_url),
             own_limits=lambda model: {
                 name: limit
                 for name in MODEL_LIMITS
@@ -214,6 +217,13 @@ class Rooms:
             self._settings.disk_budget,
             judge,
             self._outage,
+            partial(
+                find_owners,
+                self._settings.data_dir,
+                self._settings.redis_url,
+                client,
+                self._keys,
+            ),
             LateEnds(client, self._keys, judge).note,
         )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from importlib.metadata import EntryPoint, entry_points
 
 from tenuto_client import _lines as lines
@@ -18,10 +19,16 @@ from ._shared import out
 HELP = "Look at server, workers, jobs and disk, and say what is wrong and what mends it."
 
 GROUP = "tenuto.doctor"
+_ALONE_S = 0.5
 _EPILOG = """\
 It does not read checkpoints through; `tenuto checkpoints verify` finds damaged ones.
 
-exit codes: 0 no problem (there may be warnings), 1 a problem
+A line after -> can be typed as it stands; where it needs more, the next one says so. What the
+environment does not say (--redis, --namespace, --data-dir) is repeated in it, but no password.
+
+exit codes: 0 no problem (there may be warnings), 1 a problem. That no worker is alive is a warning
+while nothing waits for one, as on a machine that only submits, or before workers are started;
+jobs that wait for a model that nobody serves, or that nobody runs on, are a problem.
 """
 _MARKS = {Level.OK: "ok", Level.WARNING: "WARNING", Level.PROBLEM: "PROBLEM"}
 
@@ -42,9 +49,16 @@ def run(args: argparse.Namespace, settings: Settings) -> int:
 
 def _findings(settings: Settings) -> Iterator[Finding]:
     yield from check_data_dir(settings)
-    yield from asyncio.run(check_server(settings))
-    for point in sorted(entry_points(group=GROUP), key=lambda each: each.name):
-        yield from _others(point, settings)
+    points = sorted(entry_points(group=GROUP), key=lambda each: each.name)
+    with ThreadPoolExecutor(1) as asker:
+        server = asker.submit(lambda: asyncio.run(check_server(settings)))
+        # One that answers is looked at before anything else takes the processor; one that does not
+        # is waited for while the others look.
+        wait([server], timeout=_ALONE_S)
+        others = [_others(point, settings) for point in points]
+        yield from server.result()
+    for findings in others:
+        yield from findings
 
 
 def _others(point: EntryPoint, settings: Settings) -> Iterable[Finding]:
@@ -56,5 +70,7 @@ def _others(point: EntryPoint, settings: Settings) -> Iterable[Finding]:
 
 
 def _show(finding: Finding) -> str:
-    fix = f"{'':<22}-> {finding.fix}\n" if finding.fix else ""
-    return f"{_MARKS[finding.level]:<9}{finding.subject:<13}{finding.says}\n{fix}"
+    lines = [f"-> {line}" for line in (finding.fix or "").splitlines()]
+    lines += [f"   {line}" for line in (finding.note or "").splitlines()]
+    below = "".join(f"{'':<22}{line}\n" for line in lines)
+    return f"{_MARKS[finding.level]:<9}{finding.subject:<13}{finding.says}\n{below}"

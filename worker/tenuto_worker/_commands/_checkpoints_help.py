@@ -17,7 +17,8 @@ actions (tenuto checkpoints ACTION --help tells more):
   list                  what stands on disk
   verify                check every byte; exit code 1 if any file is damaged
   gc [--dry-run]        remove those of jobs that are gone
-  recover [--dry-run]   put jobs back that Redis does not have, with streams and results
+  recover [--dry-run] [--force]
+                        put jobs back that Redis does not have, with streams and results
 
 exit codes: 0 done, 1 damaged, or not put back, 2 usage, 3 no Redis (gc, recover), 4 no such job
 (list, verify)
@@ -65,11 +66,17 @@ another Redis. It takes no JOB: `tenuto delete JOB` ends a single one.
 """,
     ),
     "recover": Action(
-        "recover [JOB] [--dry-run]",
+        "recover [JOB] [--dry-run] [--force]",
         """\
 Put all jobs back that Redis does not have, or JOB only, from this data dir: with their streams, and
 with results where they had ended. What had not ended is queued again, and goes on bit for bit.
 Exit code 1 if a job cannot be put back.
+
+Jobs that another server has are left to it: the embedded server of this data dir while it runs, or
+one that a living worker of this data dir serves. So are those that the embedded server may have,
+which does not run, but has data: `tenuto server` starts it. With --force they are put back, too,
+from a server that is gone for good. One that lives would run them as well, and lose their files
+when they are deleted here, or expire.
 
 Jobs that no worker had begun are not on disk: those are lost with Redis, and have to be submitted
 again. Run it in each data dir, and before workers start on the empty Redis if there are several.

@@ -34,6 +34,10 @@ HELP = "list, verify or collect the checkpoints of the data dir, or put jobs bac
 
 _RECOVER_TIMEOUT_S = 60.0
 _HEAD = f"{'JOB':<18}{'EPOCHS':<10}{'TOKENS':>8}  {'SIZE':>10}  {'SAVED':<21}END\n"
+_ELSEWHERE = (
+    "What another server has is left to it: look there, or point workers of this Redis to a data "
+    "dir of\ntheir own. Where that server is gone for good, --force puts its jobs back here.\n"
+)
 _NOTE = "Redis had no jobs: jobs that no worker had begun are not on disk; submit those again\n"
 
 
@@ -46,6 +50,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", nargs="?", metavar="JOB", help="of this job only (not gc)")
     parser.add_argument(
         "--dry-run", action="store_true", help="gc, recover: only say what would be done"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="recover: also what another server has, or may have"
     )
 
 
@@ -69,6 +76,10 @@ def _refuse_what_it_has_no_use_for(args: argparse.Namespace) -> None:
     if args.action == "gc" and args.job is not None:
         hint = "tenuto delete JOB ends a single one"
         raise InvalidRequest("job", "gc takes none, it removes all that are gone", hint=hint)
+    if args.force and args.action != "recover":
+        raise InvalidRequest(
+            "--force", f"{args.action} has no use for it", hint="it is for recover"
+        )
     if args.dry_run and args.action in ("list", "verify"):
         hint = "it is for gc and recover"
         raise InvalidRequest("--dry-run", f"{args.action} changes nothing", hint=hint)
@@ -178,11 +189,15 @@ def _row(facts: dict[str, Any]) -> str:
 def _gc(args: argparse.Namespace, settings: Settings) -> int:
     from tenuto_worker._collector import collect
     from tenuto_worker._judge import Judge, folders
+    from tenuto_worker._owners import NOBODY, Missing, find_owners
 
-    with _redis(settings) as client:
-        judge = Judge(client, Keys(settings.namespace), _reach(settings))
-        found = collect(_root(settings), judge, dry_run=args.dry_run)
-        lost = judge.lost(list(folders(_root(settings))))
+    keys, root = Keys(settings.namespace), _root(settings)
+    with _redis(settings) as (client, url):
+        judge = Judge(client, keys, _reach(settings))
+        found = collect(root, judge, dry_run=args.dry_run)
+        lacking = [each for each in judge.lost(list(folders(root))) if each.job_id not in found]
+        owners = find_owners(settings.data_dir, url, client, keys) if lacking else NOBODY
+        missing = Missing.among(lacking, judge, owners)
     word = "would be removed" if args.dry_run else "removed"
     for job, refused in found.items():
         if refused is None:
@@ -191,31 +206,46 @@ def _gc(args: argparse.Namespace, settings: Settings) -> int:
             facts = {"type": "refused", "job": job, "reason": refused}
             _say(args, facts, f"{job}  NOT REMOVED: {refused}")
     why = "kept: Redis does not have it, and did not remove it; tenuto checkpoints recover"
-    for folder in lost:
-        if folder.job_id not in found:
-            facts = {"type": "kept", "job": folder.job_id, "reason": "lost by Redis"}
-            _say(args, facts, f"{folder.job_id}  {why}")
-    if not found and not lost and not args.json:
+    for folder in missing.lost:
+        facts = {"type": "kept", "job": folder.job_id, "reason": "lost by Redis"}
+        _say(args, facts, f"{folder.job_id}  {why}")
+    for claim, jobs in missing.others.items():
+        for folder in jobs:
+            facts = {"type": "kept", "job": folder.job_id, "reason": claim.says}
+            _say(args, facts, f"{folder.job_id}  kept: {claim.says}")
+    if not found and not lacking and not args.json:
         sys.stdout.write("nothing to remove\n")
     return int(any(found.values()))
 
 
 def _recover(args: argparse.Namespace, settings: Settings) -> int:
+    from tenuto_worker._owners import find_owners
     from tenuto_worker._recovery import Recovery
 
     counts: Counter[str] = Counter()
     keys = Keys(settings.namespace)
-    with _redis(settings) as client:
+    with _redis(settings) as (client, url):
         was_empty = not client.exists(keys.jobs())
-        recovery = Recovery(_root(settings), _reach(settings), client, keys)
+        owners = None if args.force else find_owners(settings.data_dir, url, client, keys)
+        recovery = Recovery(_root(settings), _reach(settings), client, keys, owners)
         for outcome in recovery.recover(args.job, dry_run=args.dry_run):
-            kind = "present" if outcome.was_there else "lost" if outcome.failed else "recovered"
+            kind = _kind(outcome)
             counts[kind] += 1
             _say(args, _outcome(outcome, kind, args), _outcome_row(outcome))
     if not args.json:
         word = "would be put back" if args.dry_run else "put back"
-        sys.stdout.write(f"{count(counts['recovered'], 'job')} {word}\n{_NOTE * was_empty}")
-    return 1 if counts["lost"] else 0
+        sys.stdout.write(f"{count(counts['recovered'], 'job')} {word}\n")
+        # What another server has is not lost, nor is what only waits there.
+        sys.stdout.write(_ELSEWHERE if counts["elsewhere"] else _NOTE * was_empty)
+    return 1 if counts["lost"] or counts["elsewhere"] else 0
+
+
+def _kind(outcome: Outcome) -> str:
+    if outcome.was_there:
+        return "present"
+    if outcome.elsewhere:
+        return "elsewhere"
+    return "lost" if outcome.failed else "recovered"
 
 
 def _outcome(outcome: Outcome, kind: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -239,7 +269,8 @@ def _outcome_row(outcome: Outcome) -> str:
 
 
 @contextmanager
-def _redis(settings: Settings) -> Iterator[redis.Redis]:
+def _redis(settings: Settings) -> Iterator[tuple[redis.Redis, str]]:
+    """A client, and the URL that it is of."""
     import redis
 
     from tenuto_worker._errors import RedisUnavailable
@@ -249,7 +280,7 @@ def _redis(settings: Settings) -> Iterator[redis.Redis]:
     client = connect(url, timeout=_RECOVER_TIMEOUT_S)
     try:
         reach(client, url)
-        yield client
+        yield client, url
     except RedisUnavailable as error:
         raise ServerUnavailable(str(error)) from error
     except redis.RedisError as error:
