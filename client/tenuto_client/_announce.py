@@ -33,6 +33,8 @@ class ModelInfo:
         max_prompt, max_tokens: the most that a worker takes; None is no limit. They are the widest
             of those of the living workers; so is `max_context`, which bounds both together by the
             memory that there is.
+        longest_token: a text has at least one token for so many of its characters, as
+            `least_tokens` counts them; None where nobody has proved that.
         workers: how many living workers serve it, and `queued` how many jobs wait for it; 0 but in
             what `Client.models()` returns.
     """
@@ -46,6 +48,7 @@ class ModelInfo:
     max_prompt: int | None = None
     max_tokens: int | None = None
     max_context: int | None = None
+    longest_token: int | None = None
     workers: int = 0
     queued: int = 0
 
@@ -105,7 +108,7 @@ MODEL_LIMITS: Final = ("max_prompt", "max_tokens", "max_context")
 
 _OPTIONAL: Final = (
     *("tokens_at_risk", "checkpoint_bytes", "checkpoint_budget"),
-    *("limits", "broken", "last_death", "loaded", "busy", *MODEL_LIMITS),
+    *("limits", "broken", "last_death", "loaded", "busy", "longest_token", *MODEL_LIMITS),
 )
 _NOT_SAID: Final = ("name", "workers", "queued")
 

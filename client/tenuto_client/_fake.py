@@ -30,7 +30,16 @@ from ._errors import (
     JobGone,
     UnknownModel,
 )
-from ._limits import ALL_MODELS, MEANINGS, MEMORY, Limits, check_announced, limit_of, refusal
+from ._limits import (
+    ALL_MODELS,
+    MEANINGS,
+    MEMORY,
+    Limits,
+    check_announced,
+    least_prompt,
+    limit_of,
+    refusal,
+)
 from ._records import EndEvent, JobRecord, JobState, StateEvent, Token, Usage
 from ._spec import JobSpec, Request, pack_spec
 from ._store import new_job_id
@@ -241,7 +250,7 @@ class _FakeStore:
         held = sum(map(_held_bytes, self._jobs.values()))
         would_be = {
             "max_tokens": spec.max_tokens,
-            "max_prompt": len(spec.prompt) if spec.has_token_ids else 0,
+            "max_prompt": least_prompt(spec, self._models[spec.model]),
             "max_queued_per_tenant": 1 + sum(job.spec.tenant == spec.tenant for job in waiting),
             "max_queued": 1 + len(waiting),
             MEMORY: held + _most_bytes(spec),

@@ -14,7 +14,7 @@ from ._announce import ModelInfo
 from ._errors import InvalidRequest, LimitExceeded
 from ._findings import count, size
 from ._sizes import UNITS, parse_size
-from ._spec import JobSpec
+from ._spec import JobSpec, least_tokens
 from .keys import MODEL_NAME, MODEL_NAME_HINT
 
 ALL_MODELS: Final = "*"
@@ -127,7 +127,16 @@ def _problem(spec: JobSpec, name: str, value: int, maximum: int) -> str:
     what = {"max_tokens": "tokens", "max_prompt": "tokens of prompt"}.get(
         name, "tokens of prompt and generation"
     )
-    return f"{value} {what} are over the {maximum} that {spec.model} allows"
+    at_least = "" if spec.has_token_ids or name == "max_tokens" else "at least "
+    return f"{at_least}{value} {what} are over the {maximum} that {spec.model} allows"
+
+
+def least_prompt(spec: JobSpec, model: ModelInfo) -> int:
+    """How many tokens the prompt has at least, as far as that can be known without a tokenizer."""
+    if model.longest_token is None or not isinstance(spec.prompt, str):
+        return spec.least_prompt_tokens
+    # A chat template may strip it.
+    return max(1, least_tokens(spec.prompt.strip(), model.longest_token))
 
 
 def check_announced(spec: JobSpec, model: ModelInfo) -> None:
@@ -138,26 +147,32 @@ def check_announced(spec: JobSpec, model: ModelInfo) -> None:
         InvalidRequest: the model cannot hold it, or has no such token.
         LimitExceeded: no worker takes as much.
     """
+    least = least_prompt(spec, model)
     asked = (
         ("max_tokens", spec.max_tokens, model.max_tokens),
-        ("max_prompt", spec.least_prompt_tokens, model.max_prompt),
-        ("max_context", spec.least_prompt_tokens + spec.max_tokens, model.max_context),
+        ("max_prompt", least, model.max_prompt),
+        ("max_context", least + spec.max_tokens, model.max_context),
     )
-    _check_context(spec, model)
+    _check_context(spec, model, least)
     for name, value, maximum in asked:
         if maximum is not None and value > maximum:
             raise refusal(spec, name, value, maximum)
 
 
-def _check_context(spec: JobSpec, model: ModelInfo) -> None:
-    room = model.context_length
-    if room is not None and spec.least_prompt_tokens + spec.max_tokens > room:
+def _check_context(spec: JobSpec, model: ModelInfo, least: int) -> None:
+    room, at_least = model.context_length, "" if spec.has_token_ids else "at least "
+    if room is not None and least >= room:
+        raise InvalidRequest(
+            "prompt",
+            f"has {at_least}{least} tokens, and {spec.model} can hold {room}, with the answer",
+            hint="shorten it",
+        )
+    if room is not None and least + spec.max_tokens > room:
         raise InvalidRequest(
             "max_tokens",
-            f"{spec.max_tokens} after a prompt of "
-            f"{'' if spec.has_token_ids else 'at least '}{spec.least_prompt_tokens} "
+            f"{spec.max_tokens} after a prompt of {at_least}{least} "
             f"is over the {room} tokens that {spec.model} can hold",
-            hint=f"at most {max(room - spec.least_prompt_tokens, 0)}",
+            hint=f"at most {room - least}",
         )
     if spec.has_token_ids and model.vocab_size is not None:
         for place, token in enumerate(cast(tuple[int, ...], spec.prompt)):

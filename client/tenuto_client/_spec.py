@@ -33,6 +33,7 @@ DAY_S: Final = 24 * 3600.0
 FOREVER: Final = "forever"
 _MAX_SECONDS: Final = 100 * 365 * DAY_S
 _ROLES: Final = ("system", "user", "assistant", "tool")
+_NOT_COUNTED: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\U00040000-\U0010ffff]+")
 _TENANT: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -168,6 +169,14 @@ class JobSpec:
     def with_seed(self) -> JobSpec:
         """The same with a seed, drawn if there is none."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(63))
+
+
+def least_tokens(text: str, longest: int) -> int:
+    """How many tokens a text has at least, none of which is of more than `longest` characters.
+
+    Control characters and those above U+3FFFF do not count: there are tokenizers that drop them.
+    """
+    return -(-len(_NOT_COUNTED.sub("", text)) // longest)
 
 
 @dataclass(frozen=True, slots=True)

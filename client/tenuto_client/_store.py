@@ -24,7 +24,15 @@ from ._errors import (
     UnknownModel,
 )
 from ._findings import count
-from ._limits import MEANINGS, Limits, check_announced, field_of, refusal, unpack_limits
+from ._limits import (
+    MEANINGS,
+    Limits,
+    check_announced,
+    field_of,
+    least_prompt,
+    refusal,
+    unpack_limits,
+)
 from ._reader import StreamReader
 from ._records import QUIET_PHASES, JobRecord, JobState
 from ._redis import Connection
@@ -75,13 +83,16 @@ class JobStore:
     async def submit(self, request: Request) -> str:
         """Accept a job in one atomic step, once even when its answer is lost and it is repeated."""
         spec = request.spec.with_seed()
+        least = 0
         if not await self._is_known(spec):
-            check_announced(spec, await self._model(spec.model))
+            model = await self._model(spec.model)
+            check_announced(spec, model)
+            least = least_prompt(spec, model)
         packed = pack_spec(spec)
         tried: set[str] = set()
         job_id = new_job_id()
         while True:
-            arguments = self._submit_arguments(job_id, spec, packed, request.body_hash)
+            arguments = self._submit_arguments(job_id, spec, packed, request.body_hash, least)
 
             async def once(job_id: str = job_id, arguments: Sequence[Any] = arguments) -> Any:
                 again = job_id in tried
@@ -231,7 +242,7 @@ class JobStore:
         return unpack_model(name, packed)
 
     def _submit_arguments(
-        self, job_id: str, spec: JobSpec, packed: bytes, body_hash: str
+        self, job_id: str, spec: JobSpec, packed: bytes, body_hash: str, least: int
     ) -> tuple[str | bytes | int | float, ...]:
         key = spec.idempotency_key
         return (
@@ -246,7 +257,7 @@ class JobStore:
             body_hash,
             spec.max_tokens,
             json.dumps(spec.metadata),
-            len(spec.prompt) if spec.has_token_ids else 0,
+            len(spec.prompt) if spec.has_token_ids else -least,
             *_options(spec),
         )
 

@@ -26,6 +26,7 @@ from tenuto_engine._fs import StrPath
 from tenuto_engine._generation import Generation
 from tenuto_engine._geometry import DECODE_WIDTH, Geometry, default_chunk, geometry_of
 from tenuto_engine._live import LiveCheckpoint
+from tenuto_engine._longest import longest_token
 from tenuto_engine._model import LoadedModel
 from tenuto_engine._options import GenerationOptions
 from tenuto_engine._prefill import PrefillTurn, prefill_step
@@ -60,6 +61,8 @@ class Engine:
         self._geometry: Geometry | None = None
         self._row_cost = _cost(loaded, chunk_size)
         self._hash_cache = hash_cache
+        self._longest_token: int | None = None
+        self._is_longest_known = False
 
     @classmethod
     def load(
@@ -164,6 +167,24 @@ class Engine:
             PromptError: it is empty or malformed.
         """
         return _prompt.encode(self._loaded, prompt, raw=raw)
+
+    def prompt_text(self, prompt: _prompt.Prompt, raw: bool = False) -> str | None:
+        """What `encode_prompt` tokenizes, as text; None of token ids.
+
+        Raises:
+            PromptError: as there.
+        """
+        return _prompt.text_of(self._loaded, prompt, raw=raw)
+
+    @property
+    def longest_token(self) -> int | None:
+        """A text has at least one token for so many of its characters without control characters,
+        as `ModelFacts` has it, but of the text as it is tokenized, with the chat template's.
+        Computed at the first use."""
+        if not self._is_longest_known:
+            self._longest_token = longest_token(self._loaded.tokenizer)
+            self._is_longest_known = True
+        return self._longest_token
 
     def add(self, prompt_tokens: Ids[int], options: GenerationOptions | None = None) -> Sequence:
         """Give a generation a slot. It runs with the next ``step``.

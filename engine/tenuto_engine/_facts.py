@@ -11,6 +11,7 @@ from typing import Any, Final, cast
 from tenuto_engine._errors import ModelLoadError
 from tenuto_engine._fs import StrPath
 from tenuto_engine._geometry import DECODE_WIDTH, Geometry, default_chunk, geometry_of
+from tenuto_engine._longest import longest_of
 from tenuto_engine._model import context_length_of, find_folder, vocab_size_of
 from tenuto_engine._row_cost import RowCost
 from tenuto_engine._sizes import sizes_of
@@ -29,6 +30,8 @@ class ModelFacts:
         weight_bytes: what it takes in memory without rows; where that is not known, what its
             weights take on disk, which is about as much.
         row_cost: what a row takes; None if that shows only when it is loaded.
+        longest_token: a text has at least one token for so many of its characters, stripped and
+            without control characters (``_longest`` has which); None where that cannot be proved.
         context_length: most tokens of prompt and answer together; None if it does not say.
         vocab_size: token ids are below it.
     """
@@ -39,6 +42,7 @@ class ModelFacts:
     context_length: int | None
     vocab_size: int
     row_cost: RowCost | None = None
+    longest_token: int | None = None
 
 
 def model_facts(
@@ -67,6 +71,7 @@ def model_facts(
         context_length=context_length_of(config),
         vocab_size=vocab_size_of(folder, config),
         row_cost=None if sizes is None else sizes.row_cost,
+        longest_token=longest_of(folder, config, geometry.fingerprint, cache_file),
     )
 
 

@@ -12,7 +12,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load_model, load_tokenizer
+from mlx_lm.utils import load_model
+from mlx_lm.utils import load_tokenizer as load_any_tokenizer
 
 from tenuto_engine._caches import check_supported
 from tenuto_engine._errors import ModelLoadError, UnsupportedCache
@@ -82,7 +83,7 @@ def load(path_or_repo: StrPath) -> LoadedModel:
     """
     folder = find_folder(path_or_repo)
     model, config = _load_weights(folder)
-    tokenizer = _load_tokenizer(folder, config)
+    tokenizer = load_tokenizer(folder, config)
     loaded = LoadedModel(
         path=folder,
         model=model,
@@ -150,9 +151,14 @@ def _load_weights(folder: Path) -> tuple[Any, dict[str, Any]]:
     return model, config
 
 
-def _load_tokenizer(folder: Path, config: Mapping[str, Any]) -> TokenizerWrapper:
+def load_tokenizer(folder: Path, config: Mapping[str, Any]) -> TokenizerWrapper:
+    """The tokenizer of a model folder, in mlx-lm's wrapper.
+
+    Raises:
+        ModelLoadError: it cannot be loaded.
+    """
     try:
-        load_any = cast(Callable[..., TokenizerWrapper], load_tokenizer)
+        load_any = cast(Callable[..., TokenizerWrapper], load_any_tokenizer)
         tokenizer = load_any(folder, eos_token_ids=config.get("eos_token_id"))
     except Exception as error:
         raise ModelLoadError(

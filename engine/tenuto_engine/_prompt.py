@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from tenuto_engine._errors import PromptError
 from tenuto_engine._model import LoadedModel
+from tenuto_engine._template import render
 
 Prompt = str | Ids[Mapping[str, Any]] | Ids[int]
 """A text, chat messages (``role`` and ``content``), or token ids."""
@@ -29,6 +30,21 @@ def encode(loaded: LoadedModel, prompt: Prompt, *, raw: bool = False) -> list[in
     else:
         ids = list(cast(Ids[int], prompt))
     return check_ids(ids, loaded.vocab_size)
+
+
+def text_of(loaded: LoadedModel, prompt: Prompt, *, raw: bool = False) -> str | None:
+    """The text that a text or messages become before it is tokenized; None of token ids.
+
+    Raises:
+        PromptError: as `encode`.
+    """
+    if isinstance(prompt, str):
+        if raw or not loaded.tokenizer.has_chat_template:
+            return prompt
+        return _render(loaded, [{"role": "user", "content": prompt}])
+    if _are_messages(prompt):
+        return _render(loaded, _checked(loaded, cast(Ids[Mapping[str, Any]], prompt)))
+    return None
 
 
 def check_ids(ids: Ids[int], vocab_size: int) -> list[int]:
@@ -68,7 +84,7 @@ def _are_messages(prompt: Ids[Any]) -> bool:
     return any(isinstance(entry, Mapping) for entry in prompt)
 
 
-def _encode_messages(loaded: LoadedModel, messages: Ids[Mapping[str, Any]]) -> list[int]:
+def _checked(loaded: LoadedModel, messages: Ids[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for number, message in enumerate(messages):
         if not _is_message(message):
             raise PromptError(f"messages[{number}] is not a message with role and content")
@@ -76,8 +92,20 @@ def _encode_messages(loaded: LoadedModel, messages: Ids[Mapping[str, Any]]) -> l
         raise PromptError(
             "the model has no chat template", hint="send a text or token ids instead of messages"
         )
+    return [dict(entry) for entry in messages]
+
+
+def _encode_messages(loaded: LoadedModel, messages: Ids[Mapping[str, Any]]) -> list[int]:
+    checked = _checked(loaded, messages)
     template = cast(Callable[..., list[int]], loaded.tokenizer.apply_chat_template)
     try:
-        return list(template([dict(entry) for entry in messages], add_generation_prompt=True))
+        return list(template(checked, add_generation_prompt=True))
+    except Exception as error:
+        raise PromptError(f"the chat template refused the messages: {error}") from error
+
+
+def _render(loaded: LoadedModel, messages: list[dict[str, Any]]) -> str:
+    try:
+        return render(loaded.tokenizer, messages)
     except Exception as error:
         raise PromptError(f"the chat template refused the messages: {error}") from error

@@ -223,6 +223,60 @@ async def test_what_no_worker_takes_is_refused(
             await queue(client, [1], max_tokens=9)
 
 
+LONG = " " * 50 + "word " * 2000 + "\x04" * 50
+"""10,000 characters that count, but for the last space."""
+
+
+@pytest.mark.parametrize(
+    ("announced", "field", "says"),
+    [
+        ({"context_length": 999}, "prompt", "has at least 1000 tokens, and m can hold 999"),
+        ({"context_length": 1005}, "max_tokens", "6 after a prompt of at least 1000 is over the"),
+        ({"max_prompt": 999}, "max_prompt", "at least 1000 tokens of prompt are over the 999"),
+        ({"max_context": 1005}, "max_context", "at least 1006 tokens of prompt and generation"),
+    ],
+)
+async def test_a_text_is_refused_that_is_too_long_whatever_it_is_tokenized_to(
+    raw: Any,
+    keys: Keys,
+    redis_url: str,
+    namespace: str,
+    announced: dict[str, Any],
+    field: str,
+    says: str,
+) -> None:
+    wide = replace(ModelInfo("m", 4096, 500, "f", 0.0), longest_token=10)
+    info = replace(wide, **announced)
+    fake = FakeClient([info])
+    async with Client(redis_url, namespace=namespace) as real:
+        for client in (fake, real):
+            raw.hset(keys.models(), "m", pack_announcement(info))
+            with pytest.raises((InvalidRequest, LimitExceeded)) as caught:
+                await client.submit("m", LONG, max_tokens=6)
+            assert str(caught.value).startswith(f"{field}: ")
+            assert says in str(caught.value)
+            # Where nobody has proved how long a token may be, one will do; messages, too.
+            await client.submit("m", [{"role": "user", "content": LONG}], max_tokens=6)
+            raw.hset(keys.models(), "m", pack_announcement(replace(info, longest_token=None)))
+        await real.submit("m", LONG, max_tokens=6)
+
+
+async def test_a_text_is_refused_that_is_over_the_queues_limit_however_it_is_tokenized(
+    raw: Any, keys: Keys, redis_url: str, namespace: str
+) -> None:
+    info = replace(ModelInfo("m", 4096, 500, "f", 0.0), longest_token=10)
+    raw.hset(keys.models(), "m", pack_announcement(info))
+    async with Client(redis_url, namespace=namespace) as real:
+        for client in (FakeClient([info]), real):
+            await client.set_limits({"max_prompt": 999})
+            with pytest.raises(LimitExceeded, match="at least 1000 tokens of prompt") as caught:
+                await client.submit("m", LONG, max_tokens=6)
+            assert (caught.value.limit, caught.value.maximum) == ("max_prompt", 999)
+            await client.set_limits({"max_prompt": 1000})
+            job = await client.submit("m", LONG, max_tokens=6)
+        assert raw.hget(keys.job(job.id), "max_prompt") == b"1000"
+
+
 async def test_a_repeated_key_gets_its_job_though_no_worker_would_take_it_now(
     raw: Any, keys: Keys, redis_url: str, namespace: str, worker: RawWorker
 ) -> None:

@@ -131,7 +131,7 @@ def test_an_announcement_may_say_more_than_the_first_ones_did() -> None:
         WORKER, tokens_at_risk=12, checkpoint_bytes=5, checkpoint_budget=2**40, limits=limits
     )
     assert unpack_worker("w", pack_announcement(more)) == more
-    wider = replace(MODEL, max_prompt=1, max_tokens=2, max_context=3)
+    wider = replace(MODEL, max_prompt=1, max_tokens=2, max_context=3, longest_token=4)
     assert unpack_model("m", pack_announcement(wider)) == wider
     old = unpack_worker("w", bytes.fromhex(WORKER_BYTES))
     assert (old.tokens_at_risk, old.checkpoint_bytes, old.checkpoint_budget) == (None,) * 3

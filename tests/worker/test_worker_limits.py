@@ -217,6 +217,35 @@ def test_a_resume_of_what_failed_by_its_limit_runs(jobs: JobQueue, start: Start)
     assert jobs.state(over) == "completed"
 
 
+@pytest.mark.parametrize("limit", ["context", "max_prompt"])
+def test_what_is_far_too_long_fails_before_it_is_tokenized(
+    jobs: JobQueue, start: Start, limit: str
+) -> None:
+    worker = start()
+    if limit == "max_prompt":
+        limit_prompts(jobs, all=100)
+    context = worker.engine.context_length
+    assert context is not None
+    longest = worker.engine.longest_token
+    assert longest is not None
+    most = context if limit == "context" else 100
+    chat = ({"role": "user", "content": "a " * most * longest},)
+    text, messages = jobs.submit(prompt="a " * most * longest), jobs.submit(prompt=chat)
+    while worker.claim():
+        worker.settle()
+    for job in (text, messages):
+        fields = jobs.job(job)
+        assert fields["state"] == "failed"
+        assert "at least" in fields["error"]
+        assert str(most) in fields["error"]
+        assert "prompt_tokens" not in fields, "nobody counted it"
+
+
+def test_a_worker_announces_its_longest_token(jobs: JobQueue, start: Start) -> None:
+    worker = start()
+    assert model(jobs).longest_token == worker.engine.longest_token is not None
+
+
 def test_a_job_that_has_begun_waits_for_a_worker_that_takes_it(
     jobs: JobQueue, start: Start
 ) -> None:

@@ -119,6 +119,7 @@ class Announcer:
                 vocab_size=facts.vocab_size,
                 fingerprint=geometry.fingerprint,
                 announced_at=0.0,
+                longest_token=facts.longest_token,
             )
 
     def announce(self) -> None:

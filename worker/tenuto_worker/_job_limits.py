@@ -29,6 +29,16 @@ class JobLimits:
         self._check_own(run, "max_prompt", prompt, self._settings.max_prompt)
         self._check_own(run, "max_tokens", max_tokens, self._settings.max_tokens)
 
+    @staticmethod
+    def check_text(run: Run, least: int) -> None:
+        """Refuse a text that is over the queue's limit whatever it is tokenized to; `least` is how
+        many tokens it has at least.
+
+        Raises:
+            BadJob: it is.
+        """
+        _check_queue(run, least, "at least ")
+
     def _check_own(self, run: Run, name: str, value: int, most: int | None) -> None:
         if most is None or value <= most:
             return
@@ -42,12 +52,12 @@ class JobLimits:
         )
 
 
-def _check_queue(run: Run, prompt: int) -> None:
+def _check_queue(run: Run, prompt: int, at_least: str = "") -> None:
     """By what submit noted in the job: limits that were set or cleared since are not its own."""
     noted = run.claim.record.get("max_prompt")
     if noted is not None and prompt > int(noted):
         raise BadJob(
-            f"max_prompt: {prompt} tokens of prompt are over the {int(noted)} that {run.model} "
-            "allowed when it was submitted",
+            f"max_prompt: {at_least}{prompt} tokens of prompt are over the {int(noted)} that "
+            f"{run.model} allowed when it was submitted",
             hint="submit a shorter one",
         )

@@ -22,6 +22,7 @@ from tenuto_client import (
     unpack_entry,
     unpack_spec,
 )
+from tenuto_client._spec import least_tokens
 
 from ._calls import Bound, bind_call
 from ._checkpoints import Checkpoints, engine_tokens
@@ -188,8 +189,9 @@ class Preparer:
         spec = unpack_spec(run.claim.spec)
         engine = self._engine_of(run.model)
         published = self._read_stream(run)
-        prompt = prompt_ids(run, spec, engine)
         options = options_of(spec, self._settings)
+        self._check_text(run, spec, engine)
+        prompt = prompt_ids(run, spec, engine)
         check_length(len(prompt), options.max_tokens, engine.context_length)
         judge_geometry(run, engine.geometry)
         self._bind(run, prompt, engine.geometry)
@@ -238,6 +240,21 @@ class Preparer:
             exactness=run.exactness,
         )
         return Plan(run, engine, store, tuple(roads))
+
+    def _check_text(self, run: Run, spec: JobSpec, engine: Engine) -> None:
+        """Refuse what is far too long before it is tokenized, for which all others would wait.
+
+        Raises:
+            BadJob: it says by how much.
+        """
+        if run.claim.prompt_ids is not None or engine.longest_token is None:
+            return
+        text = engine.prompt_text(spec.prompt, raw=spec.raw)
+        if text is None:
+            return
+        least = least_tokens(text, engine.longest_token)
+        check_length(least, spec.max_tokens, engine.context_length, "at least ")
+        self._limits.check_text(run, least)
 
     def _reserve(self, run: Run, prompt: int, max_tokens: int) -> None:
         """Have memory for the run's row, to its longest end.
@@ -394,8 +411,8 @@ def prefill_road(
     return Road(tokens, resumed, PREFILLED, kind="prefill")
 
 
-def check_length(prompt: int, max_tokens: int, context: int | None) -> None:
-    """Refuse what cannot fit.
+def check_length(prompt: int, max_tokens: int, context: int | None, at_least: str = "") -> None:
+    """Refuse what cannot fit; `at_least` where only the fewest tokens of the prompt are known.
 
     Raises:
         BadJob: it says by how much.
@@ -404,13 +421,13 @@ def check_length(prompt: int, max_tokens: int, context: int | None) -> None:
         left = context - prompt
         if left < 1:
             raise BadJob(
-                f"prompt: its {prompt} tokens leave no room for an answer: the model's context "
-                f"has {context}",
+                f"prompt: its {at_least}{prompt} tokens leave no room for an answer: the model's "
+                f"context has {context}",
                 hint="shorten the prompt",
             )
         raise BadJob(
-            f"max_tokens: {max_tokens} do not fit: the prompt has {prompt} tokens, the model's "
-            f"context {context}",
+            f"max_tokens: {max_tokens} do not fit: the prompt has {at_least}{prompt} tokens, the "
+            f"model's context {context}",
             hint=f"at most {left} can follow this prompt",
         )
 

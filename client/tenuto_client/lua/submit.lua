@@ -1,9 +1,10 @@
 -- Accept a job: write its hash, index, first event, queue entry and ticket in one step, unless a limit forbids it.
 -- A: id, model, tenant, priority, spec, retention, deadline, idempotency key's name or '', body hash, max_tokens, metadata,
--- number of prompt tokens (0 is not known), then fields and values for the job's hash: queue_ttl, max_runtime, logprobs, ...
+-- number of prompt tokens (of a text, which is not counted yet, the fewest that it can have, negative), then fields and values for the job's hash: queue_ttl, max_runtime, logprobs, ...
 -- Returns {'created' | 'existing' | 'conflict' | 'unknown_model' | 'duplicate_id', job id}, or
 -- {'limit', its name, what the job would make of it, the most that is allowed}.
 local id, model, tenant, priority, spec, retention, deadline, idem, body, max_tokens, metadata, prompt_tokens = unpack(A)
+prompt_tokens = tonumber(prompt_tokens or 0)
 local OPTIONS = 13
 local DEFAULT_MAX_QUEUED = 100000
 
@@ -53,7 +54,7 @@ local function refusal()
   local used = tonumber(redis.call('HGET', key_usage(), 'bytes') or 0)
   local checks = {
     { 'max_tokens', tonumber(max_tokens), limit('max_tokens') },
-    { 'max_prompt', tonumber(prompt_tokens or 0), limit('max_prompt') },
+    { 'max_prompt', math.abs(prompt_tokens), limit('max_prompt') },
     { 'max_queued_per_tenant', queued_of(tenant) + 1, limit('max_queued_per_tenant') },
     { 'max_queued', queued_of('*') + 1, limit('max_queued') or DEFAULT_MAX_QUEUED },
     { 'max_stream_memory', used + new_bytes(), tonumber(redis.call('HGET', key_limits(), '*|max_stream_memory')) },
@@ -76,7 +77,7 @@ redis.call('HSET', key_job(id), 'v', 1, 'id', id, 'model', model, 'tenant', tena
   'created_at', at, 'queued_at', at)
 for i = OPTIONS, #A, 2 do redis.call('HSET', key_job(id), A[i], A[i + 1]) end
 -- A text is counted at its first start, and judged by what holds now: a limit set later is no job's that was accepted.
-local max_prompt = tonumber(prompt_tokens or 0) == 0 and limit('max_prompt')
+local max_prompt = prompt_tokens <= 0 and limit('max_prompt')
 if max_prompt then redis.call('HSET', key_job(id), 'max_prompt', max_prompt) end
 local queue_ttl = option('queue_ttl')
 if queue_ttl then
