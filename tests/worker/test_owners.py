@@ -123,7 +123,13 @@ def test_a_worker_warns_of_jobs_of_another_server_and_calls_none_of_them_lost(
 
 
 def test_an_embedded_server_that_does_not_run_may_have_the_jobs_until_its_data_is_gone(
-    embedded: JobQueue, jobs: JobQueue, tiny_model: Path, data_dir: Path, say: Say
+    embedded: JobQueue,
+    jobs: JobQueue,
+    redis_url: str,
+    tiny_model: Path,
+    data_dir: Path,
+    say: Say,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     job = begun(embedded, ensure_server(data_dir), tiny_model, data_dir)
     stop_server(data_dir)
@@ -133,6 +139,9 @@ def test_an_embedded_server_that_does_not_run_may_have_the_jobs_until_its_data_i
     code, (line,) = say("checkpoints", "recover")
     assert (code, line["type"]) == (1, "elsewhere")
     assert "may be in the embedded server" in line["reason"]
+    where = ["--redis", redis_url, "--namespace", jobs.keys.namespace, "--data-dir", str(data_dir)]
+    assert main(["checkpoints", "recover", *where]) == 1
+    assert capsys.readouterr().out.endswith(f"run this again: {lost['fix']}\n")
 
     shutil.rmtree(data_dir / "redis" / "aof")
     assert "tenuto checkpoints recover" in found_by_doctor(say)["lost"]["fix"]

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from tenuto_client import (
 )
 from tenuto_client._findings import count, size
 from tenuto_client._lines import dump
+from tenuto_client._to_type import tenuto_lines
 
 from ._checkpoints_help import ACTIONS, DESCRIPTION, EPILOG, Choose
 
@@ -237,6 +239,11 @@ def _recover(args: argparse.Namespace, settings: Settings) -> int:
         sys.stdout.write(f"{count(counts['recovered'], 'job')} {word}\n")
         # What another server has is not lost, nor is what only waits there.
         sys.stdout.write(_ELSEWHERE if counts["elsewhere"] else _NOTE * was_empty)
+        if counts["elsewhere"] and owners is not None and owners.doubt:
+            line = tenuto_lines(replace(settings, redis_url=None), "server")["fix"]
+            sys.stdout.write(
+                f"To look into the embedded server, start it and run this again: {line}\n"
+            )
     return 1 if counts["lost"] or counts["elsewhere"] else 0
 
 
