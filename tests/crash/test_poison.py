@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from exact_runs import Case, Models, References, Scene, worker_of
-from tenuto_client import SyncClient
+from tenuto_client import SyncClient, SyncJob
 from workers import WorkerProcess, poll_until
 
 SITE = Path(__file__).parent / "poison_site"
@@ -25,7 +27,7 @@ def test_a_poison_job_ends_failed_and_its_neighbours_are_hit_once_and_exact(
     namespace: str,
     tmp_path: Path,
 ) -> None:
-    environ = {"PYTHONPATH": str(SITE), "POISON_SEED": str(SEED), "POISON_TOKEN": str(token)}
+    environ = poison(token)
     with (
         worker_of(models, redis_url, namespace, tmp_path, environ=environ) as worker,
         SyncClient(redis_url, namespace=namespace) as client,
@@ -46,6 +48,47 @@ def test_a_poison_job_ends_failed_and_its_neighbours_are_hit_once_and_exact(
         assert len(victims) >= 3
         # The first crash may hit all of them; from then on the bad one is by itself.
         assert not any(victims[1:])
+
+
+def test_a_poison_job_that_kills_supervisors_too_ends_failed_alone(
+    models: Models, redis_url: str, namespace: str, tmp_path: Path
+) -> None:
+    """The kernel kills the whole group, or a container ends: nobody is left to tell of the death."""
+    one = {"llama": models["llama"]}
+    seeds = range(3)
+
+    def submit(client: SyncClient, seed: int) -> SyncJob:
+        return client.submit("llama", "Tell me.", seed=seed, ignore_eos=True, max_tokens=50)
+
+    with SyncClient(redis_url, namespace=namespace) as client:
+        with worker_of(one, redis_url, namespace, tmp_path) as worker:
+            worker.wait_ready()
+            undisturbed = [submit(client, seed).result(timeout=60) for seed in seeds]
+        bad = submit(client, SEED)
+        good = [submit(client, seed) for seed in seeds]
+        environ = poison(0) | {"POISON_KILLS_ALL": "1"}
+        for _ in range(4):
+            with worker_of(one, redis_url, namespace, tmp_path, slots=4, environ=environ) as worker:
+                poll_until(
+                    lambda worker=worker: (
+                        not worker.is_running or all(job.status().state.is_over for job in good)
+                    ),
+                    "the death of the worker, or the ends of the jobs",
+                )
+        assert (bad.status().state, bad.status().attempts) == ("failed", 3)
+        for job, expected in zip(good, undisturbed, strict=True):
+            result = job.result(timeout=60)
+            assert result.tokens == expected.tokens
+            assert (result.text, result.exactness) == (expected.text, "exact")
+
+
+def poison(token: int) -> Mapping[str, str]:
+    path = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        "PYTHONPATH": os.pathsep.join(path),
+        "POISON_SEED": str(SEED),
+        "POISON_TOKEN": str(token),
+    }
 
 
 def deaths(worker: WorkerProcess) -> list[int]:

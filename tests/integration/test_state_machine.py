@@ -229,7 +229,7 @@ class Lives(RuleBasedStateMachine):
     def take_back(self, worker: str, crashed: bool) -> None:
         self.scripts.take_back(JOB, worker, crashed=crashed)
         if self.job and self.job.state == "running" and self.job.holder == worker:
-            if crashed:
+            if crashed or not self.job.moved:
                 self.job.crash()
             self.job.die(self.clock.at)
 

@@ -362,28 +362,28 @@ class Turns(RuleBasedStateMachine):
     @precondition(lambda self: self.book.running())
     @rule(
         data=st.data(),
-        lost=st.sampled_from(["child", "child", "lease", "machine"]),
+        lost=st.sampled_from(["child", "child", "worker", "lease", "machine"]),
         workers=st.permutations(WORKERS),
     )
     def fail(self, data: st.DataObject, lost: str, workers: list[str]) -> None:
-        """A child dies; a lease runs out, and is reaped or, with the machine, not seen yet. After
-        a while everyone asks."""
-        if lost == "child":
-            self._die(data)
+        """A child dies, or its supervisor as well; a lease runs out, and is reaped or, with the
+        machine, not seen yet. After a while everyone asks."""
+        if lost in ("child", "worker"):
+            self._die(data, crashed=lost == "child")
         else:
             self._lapse(data, reaped=lost == "lease")
         self.ask(2, workers, True, None)
 
-    def _die(self, data: st.DataObject) -> None:
+    def _die(self, data: st.DataObject, *, crashed: bool) -> None:
         """The next incarnation takes back what ran."""
-        self._take_back(
-            data.draw(st.sampled_from(sorted({str(run.holder) for run in self.book.running()})))
-        )
+        holders = sorted({str(run.holder) for run in self.book.running()})
+        self._take_back(data.draw(st.sampled_from(holders)), crashed=crashed)
 
-    def _take_back(self, worker: str) -> None:
+    def _take_back(self, worker: str, *, crashed: bool = True) -> None:
         for run in self.book.running(worker):
-            answer = self.scripts.take_back(run.id, worker, crashed=True)
-            run.crash()
+            answer = self.scripts.take_back(run.id, worker, crashed=crashed)
+            if crashed or not run.moved:
+                run.crash()
             run.die(self.clock.at)
             assert answer == run.state
             self._left()

@@ -374,6 +374,20 @@ def test_a_lost_lease_makes_a_suspect_only_of_what_had_got_nowhere(
     assert jobs.field(stuck, "suspect") == "0"
 
 
+def test_a_worker_that_died_as_a_whole_makes_a_suspect_only_of_what_had_got_nowhere(
+    jobs: JobQueue, start: Start
+) -> None:
+    worker = start(slots=2)
+    moved = jobs.submit()
+    begin(worker)
+    stuck = jobs.submit()
+    turn(worker)
+    for job in (moved, stuck):
+        assert jobs.scripts.take_back(job, "w0", crashed=False) == "queued"
+    assert jobs.field(moved, "suspect") is None
+    assert jobs.field(stuck, "suspect") == "0"
+
+
 def test_three_times_with_an_error_each_ends_a_job_and_nothing_else_counts(
     jobs: JobQueue, start: Start
 ) -> None:

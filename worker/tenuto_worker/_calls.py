@@ -317,7 +317,8 @@ def reap_call(job_id: str) -> Call[Reaped]:
 def take_back_call(job_id: str, holder: str, *, crashed: bool = False) -> Call[str]:
     """Requeue a running job of this holder's dead predecessor; `foreign` if it is not its.
 
-    `crashed` says that it died by itself, so that each of its jobs may be the cause.
+    `crashed` says that its child died by itself, so that each of its jobs may be the cause; else
+    that is so of those that had got nowhere.
     """
     return Call("take_back", (job_id, holder, int(crashed)), _word)
 

@@ -26,8 +26,9 @@ def take_back(
 ) -> list[str]:
     """Requeue the running jobs of `holder`; returns their ids.
 
-    `crashed` says that it died by itself. Any of its jobs may be the cause, so they run apart
-    until they get on.
+    `crashed` says that its child died by itself. Any of its jobs may be the cause, so they run
+    apart until they get on. Of a worker that died as a whole nobody knows: then those do that had
+    got nowhere.
     """
     scripts = JobScripts(client, keys)
 

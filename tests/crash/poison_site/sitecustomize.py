@@ -1,7 +1,8 @@
 """Read by Python at the start of a worker: a job kills the process, and the disk is full at times.
 
 The job of the seed `POISON_SEED` does the first when the decode thread has its token number
-`POISON_TOKEN`; 0 is when it gets its row. While there is a file `DISK_IS_FULL`, no checkpoint
+`POISON_TOKEN`; 0 is when it gets its row. With `POISON_KILLS_ALL` its supervisor dies with it, as
+by a kernel that kills whole groups. While there is a file `DISK_IS_FULL`, no checkpoint
 can be written.
 Everything else is the real worker.
 """
@@ -27,6 +28,8 @@ def _poison(seed: int, index: int) -> None:
 
     def die(row_seed: int | None) -> None:
         if row_seed == seed:
+            if "POISON_KILLS_ALL" in os.environ:
+                os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
 
     def poisoned_take(self: Any, row: Any, event: Any) -> None:
