@@ -27,7 +27,7 @@ def test_a_poison_job_ends_failed_and_its_neighbours_are_hit_once_and_exact(
     namespace: str,
     tmp_path: Path,
 ) -> None:
-    environ = poison(token)
+    environ = poisoned(token)
     with (
         worker_of(models, redis_url, namespace, tmp_path, environ=environ) as worker,
         SyncClient(redis_url, namespace=namespace) as client,
@@ -53,7 +53,7 @@ def test_a_poison_job_ends_failed_and_its_neighbours_are_hit_once_and_exact(
 def test_a_poison_job_that_kills_supervisors_too_ends_failed_alone(
     models: Models, redis_url: str, namespace: str, tmp_path: Path
 ) -> None:
-    """The kernel kills the whole group, or a container ends: nobody is left to tell of the death."""
+    """As where the kernel kills a whole group: nobody is left to tell of the death."""
     one = {"llama": models["llama"]}
     seeds = range(3)
 
@@ -66,7 +66,7 @@ def test_a_poison_job_that_kills_supervisors_too_ends_failed_alone(
             undisturbed = [submit(client, seed).result(timeout=60) for seed in seeds]
         bad = submit(client, SEED)
         good = [submit(client, seed) for seed in seeds]
-        environ = poison(0) | {"POISON_KILLS_ALL": "1"}
+        environ = poisoned(0) | {"POISON_KILLS_ALL": "1"}
         for _ in range(4):
             with worker_of(one, redis_url, namespace, tmp_path, slots=4, environ=environ) as worker:
                 poll_until(
@@ -82,7 +82,7 @@ def test_a_poison_job_that_kills_supervisors_too_ends_failed_alone(
             assert (result.text, result.exactness) == (expected.text, "exact")
 
 
-def poison(token: int) -> Mapping[str, str]:
+def poisoned(token: int) -> Mapping[str, str]:
     path = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         "PYTHONPATH": os.pathsep.join(path),

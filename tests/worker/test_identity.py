@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -81,3 +82,35 @@ def test_a_sibling_is_dead_when_nobody_holds_its_lock_and_its_name_stays_free_of
         with dead_sibling(tmp_path, mine, name) as dead:
             assert not dead
     os.close(mine.lock)
+
+
+def test_in_a_copy_of_a_data_dir_nobody_has_a_name_of_the_first_or_is_taken_for_dead(
+    tmp_path: Path,
+) -> None:
+    first, copy = tmp_path / "first", tmp_path / "copy"
+    workers = [take_identity(first) for _ in range(2)]
+    shutil.copytree(first, copy)
+    other = take_identity(copy)
+    # The copy has the checkpoints, too.
+    assert other.reach == workers[0].reach
+    assert other.name not in {each.name for each in workers}
+    for each in workers:
+        with dead_sibling(copy, other, each.name) as dead:
+            assert not dead
+    for each in [*workers, other]:
+        os.close(each.lock)
+    # Each is the same again where it was.
+    assert take_identity(first).name == workers[0].name
+    assert take_identity(copy).name == other.name
+
+
+def test_a_worker_whose_lock_file_was_removed_is_not_taken_for_dead(tmp_path: Path) -> None:
+    mine, sibling = take_identity(tmp_path), take_identity(tmp_path)
+    (tmp_path / "workers" / "1.lock").unlink()
+    third = take_identity(tmp_path)
+    assert third.name not in (mine.name, sibling.name)
+    os.close(third.lock)
+    with dead_sibling(tmp_path, mine, sibling.name) as dead:
+        assert not dead
+    os.close(mine.lock)
+    os.close(sibling.lock)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import re
 import secrets
@@ -22,8 +23,9 @@ class Identity:
     """A worker's stable name, and the proof that nobody else bears it.
 
     Attributes:
-        name: `<host>-<data dir id>-<n>`.
-        reach: id of the data dir, whose checkpoints this worker can read.
+        name: `<host>-<mark of the lock file>-<n>`.
+        reach: id of the data dir, whose checkpoints this worker can read. Copies of it have the
+            same.
         lock: descriptor of the locked file; whoever inherits it keeps the name taken.
     """
 
@@ -42,8 +44,8 @@ def dead_sibling(data_dir: Path, mine: Identity, name: str) -> Iterator[bool]:
 
     As long as the context lasts, nobody can take its name.
     """
-    family, _, number = name.rpartition("-")
-    if family != mine.name.rpartition("-")[0] or name == mine.name or not number.isdecimal():
+    number = name.rpartition("-")[2]
+    if name == mine.name or not number.isdecimal():
         yield False
         return
     try:
@@ -52,7 +54,9 @@ def dead_sibling(data_dir: Path, mine: Identity, name: str) -> Iterator[bool]:
         yield False
         return
     try:
-        yield _can_lock(descriptor)
+        # A free lock says nothing of a worker that holds another file: that of the data dir of
+        # which this one is a copy, or one that was removed.
+        yield name == _name(mine.reach, number, descriptor) and _can_lock(descriptor)
     finally:
         os.close(descriptor)
 
@@ -118,7 +122,7 @@ def take_identity(data_dir: Path) -> Identity:
             error.strerror or str(error),
             hint="choose a folder of your own with --data-dir or TENUTO_DATA_DIR",
         ) from error
-    return Identity(f"{_host()}-{reach}-{number}", reach, lock)
+    return Identity(_name(reach, number, lock), reach, lock)
 
 
 def reach_of(data_dir: Path) -> str:
@@ -165,6 +169,14 @@ def _check_writable(folder: Path) -> None:
     with probe.open("xb"):
         pass
     probe.unlink()
+
+
+def _name(reach: str, number: int | str, lock: int) -> str:
+    """The name that goes with a lock file. No copy of the file has it, nor one in its place; it is
+    the same again whenever the file is."""
+    status = os.fstat(lock)
+    place = f"{reach} {status.st_dev} {status.st_ino}"
+    return f"{_host()}-{hashlib.sha256(place.encode()).hexdigest()[:8]}-{number}"
 
 
 def _host() -> str:
