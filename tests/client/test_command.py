@@ -762,7 +762,7 @@ def test_doctor_says_when_there_is_neither_a_url_nor_an_embedded_server(
     monkeypatch.setattr(importlib.util, "find_spec", hidden)
     found = {line["subject"]: line for line in lines(tenuto("doctor", "--json", code=1))}
     assert found["server"]["level"] == "problem"
-    assert "pip install './client[server]'" in found["server"]["fix"]
+    assert "pip install './client[server]'" in found["server"]["note"]
     submitted = tenuto("submit", "m", "hi", code=3)
     assert found["server"]["says"] in submitted.stderr
 

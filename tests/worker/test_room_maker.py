@@ -375,6 +375,18 @@ def had_turn(worker: StepWorker, seconds: float) -> None:
 # -- what makes nobody go ------------------------------------------------------------------
 
 
+def test_of_two_workers_that_look_at_once_one_makes_room(shop: Shop, budget: Budget) -> None:
+    workers = [shop.worker(budget(1, 1), name=f"host-dir-{n}", **NOW) for n in range(2)]
+    for worker in workers:
+        shop.submit("a")
+        begin(worker)
+    shop.submit("b", priority=1)
+    rooms = [worker.rooms.claimer._room for worker in workers]
+    for room in rooms:
+        room.look()
+    assert [room.make() is not None for room in rooms] == [True, False]
+
+
 def test_a_job_that_can_never_fit_here_makes_nobody_go(shop: Shop, start: Start) -> None:
     worker = start(1, 1)
     low = shop.submit("a")
