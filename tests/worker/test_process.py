@@ -212,6 +212,15 @@ def test_a_signal_while_the_worker_starts_ends_it_with_0(start: Any) -> None:
     assert worker.term(20) == 0
 
 
+def test_signals_until_the_very_end_do_not_change_how_it_ends(start: Any) -> None:
+    worker = start()
+    worker.wait_for("child started")
+    os.kill(worker.pid, signal.SIGTERM)
+    while worker.is_running:
+        os.kill(worker.pid, signal.SIGINT)
+    assert worker.wait(1) in (0, 128 + signal.SIGKILL)
+
+
 def test_every_line_of_a_job_carries_job_epoch_and_worker_and_no_text(
     queue: JobQueue, start: Any
 ) -> None:

@@ -63,6 +63,7 @@ class Supervisor:
                 if not why and code == -signal.SIGKILL and _rose(kills, oom_kills()):
                     why = "the kernel killed a process for want of memory"
                 if self._stopped_at is not None:
+                    self._signals.is_over = True
                     return self._code_when_stopped(code)
                 if code == EXIT_CONFIG or (code == EXIT_REDIS and first):
                     return code
@@ -72,6 +73,7 @@ class Supervisor:
                 )
                 self._tell_death(code, why)
                 if not self._rest(time.monotonic() - began):
+                    self._signals.is_over = True
                     return 0
 
     # -- one child ---------------------------------------------------------------------
@@ -173,8 +175,14 @@ def _how(code: int) -> str:
 
 
 class _Signals:
-    """Signals as bytes that can be waited for, with no moment in which one can be missed."""
+    """Signals as bytes that can be waited for, with no moment in which one can be missed.
 
+    Attributes:
+        is_over: the process has done what they asked for, and is about to end with its own code:
+            one more, as of an impatient Ctrl-C, must not have it end with another.
+    """
+
+    is_over = False
     _numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
 
     def __enter__(self) -> None:
@@ -189,7 +197,8 @@ class _Signals:
     def __exit__(self, *_: object) -> None:
         signal.set_wakeup_fd(self._old_wakeup)
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            is_stop = number != signal.SIGCHLD
+            signal.signal(number, signal.SIG_IGN if self.is_over and is_stop else handler)
         self._selector.close()
         os.close(self._read)
         os.close(self._write)
