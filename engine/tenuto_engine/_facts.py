@@ -96,7 +96,10 @@ def _tensor_bytes(path: Path) -> int:
         wanted = int(max(ends, default=0))
     except OSError as error:
         raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (
+        *(ValueError, ArithmeticError, RecursionError),
+        *(LookupError, TypeError, AttributeError),
+    ) as error:
         raise ModelLoadError(f"{path}: is no safetensors file", hint=_HINT) from error
     if size < _LENGTH_BYTES + length + wanted:
         raise ModelLoadError(
@@ -114,7 +117,7 @@ def _config(path: Path) -> Mapping[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelLoadError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path}: is no JSON: {error}", hint=_HINT) from error
     if not isinstance(config, dict):
         raise ModelLoadError(f"{path}: holds no object", hint=_HINT)

@@ -33,6 +33,7 @@ _HUB_FILES: Final = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.tiktoken"
 # Metal evicts the weights of a model near the working set's limit at every step, unless they
 # are wired; wiring smaller ones only takes memory from others.
 _WIRED_SHARE: Final = 0.5
+_MOST_TOKENS: Final = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -219,8 +220,10 @@ def vocab_size_of(folder: Path, config: Mapping[str, Any]) -> int:
 def _first_integer(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
     for part in (config, config.get("text_config") or {}):
         for key in keys:
-            if isinstance(part.get(key), int):
-                return cast(int, part[key])
+            value = part.get(key)
+            # What is beyond is no number of tokens, and breaks whoever passes it on.
+            if type(value) is int and 0 < value <= _MOST_TOKENS:
+                return value
     return None
 
 

@@ -91,7 +91,7 @@ def test_neighbours_decode_on_while_another_model_loads(shop: Shop, budget: Budg
         worker.decode(40)
         assert loader.is_alive()
         assert worker.rooms.pool.states()["c"] is ModelState.LOADING
-        assert worker.rooms.pool.busy_since is not None
+        assert worker.rooms.pool.loads.since is not None
         # Whoever reads it again is not to wait.
         gate.unlink()
         gate.write_text("{}")

@@ -29,6 +29,7 @@ from ._gauges import Gauges
 from ._health import Health, Stage
 from ._health_http import HealthServer
 from ._identity import Identity
+from ._loads import note_of, was_asked_to_end
 from ._logging import get_log, redacted, set_up_logging, take_over_loggers
 from ._redis import Outage, Patience, connect, reach, reviver, weaknesses
 from ._served import ServedNote, data_set_ids
@@ -96,6 +97,7 @@ class Child:
         self._gauges = Gauges(settings, self._health, self._outage)
         self._draining = asyncio.Event()
         self._serving = False
+        self._tickets: asyncio.Task[None] | None = None
 
     async def main(self) -> int:
         """Work until asked to stop; returns the exit code.
@@ -108,21 +110,23 @@ class Child:
         await asyncio.to_thread(self._greet_redis)
         self._health.stage = Stage.LOADING
         rooms = self._gauges.rooms = await asyncio.to_thread(self._build)
+        self._health.trouble = rooms.trouble
+        watch = asyncio.create_task(self._watch(rooms))
         await self._load(rooms)
         await asyncio.to_thread(rooms.open)
         self._serving = True
-        self._health.trouble = rooms.trouble
         self._health.stage = Stage.SERVING
         for name, body in rooms.threads().items():
             self._start_thread(name, body)
-        tickets = asyncio.create_task(rooms.tickets.serve())
+        tickets = self._tickets = asyncio.create_task(rooms.tickets.serve())
         self._log.info("worker ready", models=list(self._settings.models), pid=os.getpid())
-        await self._watch(rooms, tickets)
+        await watch
         tickets.cancel()
         with contextlib.suppress(asyncio.CancelledError, Exception):
             await tickets
         await asyncio.to_thread(rooms.drain)
         await asyncio.to_thread(flush_spans)
+        was_asked_to_end(note_of(self._settings.data_dir, self._identity.name))
         self._log.info("worker ended")
         return 0
 
@@ -195,8 +199,9 @@ class Child:
         self._start_thread("decode", body)
         await loaded
 
-    async def _watch(self, rooms: Rooms, tickets: asyncio.Task[None]) -> None:
-        """Until a drain is asked for. What must not go unnoticed ends the process."""
+    async def _watch(self, rooms: Rooms) -> None:
+        """From the first load until a drain is asked for. What must not go unnoticed ends the
+        process."""
         looked, woken = time.monotonic(), -math.inf
         while not self._draining.is_set():
             with contextlib.suppress(TimeoutError):
@@ -209,7 +214,7 @@ class Child:
             if now - woken > _RECOVER_S and (trouble := rooms.trouble()):
                 self._log.critical("worker stuck", why=trouble)
                 leave(EXIT_STUCK, trouble)
-            if tickets.done():
+            if (tickets := self._tickets) is not None and tickets.done():
                 self._log.critical("thread died", thread="tickets", exc_info=tickets.exception())
                 leave(EXIT_BROKEN, f"thread tickets died: {tickets.exception()!r}")
 
@@ -238,6 +243,7 @@ class Child:
         self._draining.set()
         if not self._serving:
             # Nothing was claimed yet, and loading a model cannot be interrupted.
+            was_asked_to_end(note_of(self._settings.data_dir, self._identity.name))
             leave(0)
 
     def _start_thread(self, name: str, body: Callable[[], None]) -> None:

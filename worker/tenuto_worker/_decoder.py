@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from dataclasses import dataclass, field
@@ -56,7 +57,8 @@ class DecodeThread:
 
     Attributes:
         hosts: by name, the models that have rows here.
-        beat: when the thread was last seen alive, by the monotonic clock.
+        beat: when the thread was last seen alive, by the monotonic clock; infinite before its first
+            turn, as it loads models until then.
         tallies: what was counted of each model.
         paused: decoding waits because Redis is too far behind.
     """
@@ -79,7 +81,7 @@ class DecodeThread:
         self.tallies = {name: Tally() for name in settings.models}
         self._log = get_log()
         self.hosts: dict[str, Host] = {}
-        self.beat = time.monotonic()
+        self.beat = math.inf
 
     # -- from other threads ------------------------------------------------------------
 

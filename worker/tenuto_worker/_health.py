@@ -41,5 +41,5 @@ class Health:
     def unready(self) -> str:
         """Why it takes no jobs now; "" if it does."""
         if self.stage is not Stage.SERVING:
-            return self.stage.value
+            return self.trouble() or self.stage.value
         return self.trouble() or ("redis is away" if self._outage.is_on else "")

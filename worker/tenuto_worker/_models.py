@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgpack
@@ -24,6 +25,7 @@ from tenuto_client._findings import size
 from . import _metrics as metrics
 from ._errors import ConfigError
 from ._hosted import Hosted, ModelState
+from ._loads import Loads
 from ._logging import get_log
 from ._run import End, EndKind, Run, Runs, end_of
 from ._settings import WorkerSettings
@@ -66,12 +68,13 @@ class ModelPool:
 
     Attributes:
         budget: bytes that weights and rows may take, with the reserve; infinite is no limit.
+        loads: the loads of this worker.
         loaded_at: when a model was last loaded, by the monotonic clock.
-        busy_since: when the load that is under way began, by the monotonic clock; None if there
-            is none.
     """
 
-    def __init__(self, settings: WorkerSettings, runs: Runs, outlets: PoolOutlets) -> None:
+    def __init__(
+        self, settings: WorkerSettings, runs: Runs, outlets: PoolOutlets, loads: Loads
+    ) -> None:
         self._settings = settings
         self._runs = runs
         self._outlets = outlets
@@ -83,13 +86,19 @@ class ModelPool:
         # At the start nothing is tried again until it is known that one model can be served.
         self._starting = False
         self.budget = math.inf
-        self.busy_since: float | None = None
+        self.loads = loads
         self.loaded_at = -math.inf
 
     # -- at the start ------------------------------------------------------------------
 
-    def load_first(self) -> None:
+    def load_first(self, last_death: str = "") -> None:
         """Look at all models, and load them in order while they fit; call it on the decode thread.
+
+        One in whose load a process of this worker died is left alone at first, so that the others
+        are served. If there are no others, it is tried all the same.
+
+        Args:
+            last_death: how the process before this one died; "" if it did not.
 
         Raises:
             ConfigError: none can be loaded; the message names each.
@@ -100,14 +109,17 @@ class ModelPool:
         self.budget = default_budget() if given is None else given
         limit_memory(self.budget)
         self._starting = True
+        feared = [each for each in self._hosted.values() if each.name in self.loads.deaths]
         for hosted in self._hosted.values():
-            self._look(hosted)
-            fits = self._weights() + hosted.weight_bytes <= self._usable
-            if hosted.state is ModelState.COLD and fits:
-                hosted.state = ModelState.LOADING
-                self._load(hosted)
-        broken = self.broken()
-        if len(broken) == len(self._hosted):
+            if hosted in feared:
+                self._rest(hosted, last_death)
+            else:
+                self._begin_with(hosted)
+        for hosted in sorted(feared, key=lambda each: self.loads.deaths[each.name]):
+            if self._is_all_broken:
+                self._begin_with(hosted)
+        if self._is_all_broken:
+            broken = self.broken()
             first, *others = (f"--model {name}: {reason}" for name, reason in broken.items())
             subject, _, problem = first.partition(": ")
             raise ConfigError(subject, "; ".join([problem, *others]))
@@ -115,6 +127,26 @@ class ModelPool:
         for hosted in self._hosted.values():
             if hosted.failures:
                 self._tell_broken(hosted)
+
+    def _rest(self, hosted: Hosted, last_death: str) -> None:
+        """Leave it alone for as long as after so many failures, which went with their processes."""
+        hosted.failures = self.loads.deaths[hosted.name] - 1
+        how = f": {last_death}" if last_death and hosted.name == self.loads.last else ""
+        self._failed(hosted, f"a process of this worker died while it loaded this model{how}")
+
+    def _begin_with(self, hosted: Hosted) -> None:
+        with self.loads.of(hosted.name):
+            if not self._look(hosted):
+                return
+            if self._weights() + hosted.weight_bytes <= self._usable:
+                hosted.state = ModelState.LOADING
+                self._load(hosted)
+            else:
+                hosted.state = ModelState.COLD
+
+    @property
+    def _is_all_broken(self) -> bool:
+        return len(self.broken()) == len(self._hosted)
 
     # -- what others ask ---------------------------------------------------------------
 
@@ -262,12 +294,9 @@ class ModelPool:
         if hosted is None:
             self._look_around()
             return
-        self.busy_since = time.monotonic()
-        try:
+        with self.loads.of(hosted.name):
             if self._look(hosted):
                 self._load(hosted)
-        finally:
-            self.busy_since = None
         self._outlets.changed()
 
     def _waiting(self) -> Iterator[Run]:
@@ -278,9 +307,12 @@ class ModelPool:
         """Notice files that were mended."""
         now = time.monotonic()
         for hosted in self._hosted.values():
-            if hosted.facts is None and not hosted.rests(now) and self._look(hosted):
-                hosted.state = ModelState.COLD
-                self._outlets.changed()
+            if hosted.facts is None and not hosted.rests(now):
+                with self.loads.of(hosted.name):
+                    found = self._look(hosted)
+                if found:
+                    hosted.state = ModelState.COLD
+                    self._outlets.changed()
 
     # -- loading -----------------------------------------------------------------------
 
@@ -289,6 +321,8 @@ class ModelPool:
         from tenuto_engine import EngineError, model_facts
 
         try:
+            if not Path(hosted.path).expanduser().exists():
+                self.loads.downloads()
             facts = model_facts(
                 hosted.path,
                 chunk_size=self._settings.chunk_size,
@@ -297,6 +331,10 @@ class ModelPool:
         except EngineError as error:
             self._failed(hosted, str(error))
             return False
+        except Exception as error:  # noqa: BLE001 - one model's trouble; the others go on
+            self._failed(hosted, f"its files cannot be read: {type(error).__name__}: {error}")
+            return False
+        self.loads.got_on()
         with self._lock:
             hosted.learn(facts)
         if facts.weight_bytes > self._usable:
@@ -336,6 +374,7 @@ class ModelPool:
     def _loaded(self, hosted: Hosted, engine: Engine, seconds: float) -> None:
         with self._lock:
             hosted.warmed(engine)
+            self.loads.loaded(hosted.name)
             hosted.used_at = self.loaded_at = time.monotonic()
             self._make_room()
             waiting, hosted.waiting = hosted.waiting, []

@@ -27,6 +27,7 @@ from ._job_limits import JobLimits
 from ._judge import Judge
 from ._late_ends import LateEnds
 from ._lease import LeaseKeeper
+from ._loads import Loads, note_of
 from ._logging import get_log
 from ._models import ModelPool, PoolOutlets
 from ._nudges import NudgeListener
@@ -65,6 +66,7 @@ class Rooms:
         self._identity = identity
         self._outage = outage
         self._patience = patience
+        self._last_death = last_death
         self._log = get_log()
         self._keys = Keys(settings.namespace)
         self.runs = Runs()
@@ -108,7 +110,7 @@ class Rooms:
         Raises:
             ConfigError: none can be loaded.
         """
-        self.pool.load_first()
+        self.pool.load_first(self._last_death)
         self._describe_models()
 
     def open(self) -> None:
@@ -153,6 +155,8 @@ class Rooms:
 
     def trouble(self) -> str:
         """What has stood still for too long; "" if nothing has."""
+        if load := self.pool.loads.trouble(self._settings.limit("loading")):
+            return load
         now = time.monotonic()
         silent = now - self.decoder.beat
         limit = max(self._settings.limit("prefill"), self._settings.limit("decode"))
@@ -196,7 +200,8 @@ class Rooms:
             end=lambda run, end: self.publisher.end(run, end),
             changed=self._models_changed,
         )
-        return ModelPool(self._settings, self.runs, outlets)
+        loads = Loads(note_of(self._settings.data_dir, self._identity.name))
+        return ModelPool(self._settings, self.runs, outlets, loads)
 
     def _make_publisher(self) -> Publisher:
         return Publisher(

@@ -19,6 +19,7 @@ from ._child import MLX_ENVIRONMENT, Brief
 from ._deaths import LastWords, oom_kills
 from ._errors import EXIT_CONFIG, EXIT_MEMORY, EXIT_REDIS, EXIT_STUCK
 from ._identity import Identity
+from ._loads import note_of, was_asked_to_end
 from ._logging import get_log
 from ._settings import WorkerSettings
 
@@ -64,6 +65,7 @@ class Supervisor:
                     why = "the kernel killed a process for want of memory"
                 if self._stopped_at is not None:
                     self._signals.is_over = True
+                    was_asked_to_end(note_of(self._settings.data_dir, self._identity.name))
                     return self._code_when_stopped(code)
                 if code == EXIT_CONFIG or (code == EXIT_REDIS and first):
                     return code
