@@ -6,8 +6,9 @@ import os
 import re
 import signal
 import socket
+import threading
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -252,6 +253,70 @@ def test_clients_that_say_nothing_or_nonsense_keep_nobody_from_an_answer(alone: 
     assert get(alone, "/healthz").status == 200
     for each in [*silent, rude]:
         each.close()
+
+
+def _handlers() -> int:
+    return sum("process_request_thread" in each.name for each in threading.enumerate())
+
+
+def test_connections_that_stay_open_take_no_more_than_a_few_threads(alone: int) -> None:
+    others = _handlers()
+    with ExitStack() as stack:
+        for _ in range(120):
+            slow = stack.enter_context(socket.create_connection(("127.0.0.1", alone)))
+            slow.sendall(b"G")
+        assert get(alone, "/healthz").status == 200
+        poll_until(lambda: _handlers() <= others + 32, "threads to end", timeout=4)
+
+
+def test_a_request_that_comes_byte_by_byte_has_little_time_in_all(
+    health: Health, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tenuto_worker._health_http._REQUEST_S", 0.5, raising=False)
+    server = HealthServer("127.0.0.1", 0, health, CollectorRegistry())
+    server.start()
+    with closing(server), socket.create_connection(("127.0.0.1", server.port)) as slow:
+        slow.settimeout(0.1)
+
+        def is_closed() -> bool:
+            try:
+                slow.sendall(b"G")
+                return slow.recv(1) == b""
+            except TimeoutError:
+                return False
+            except ConnectionError:
+                return True
+
+        poll_until(is_closed, "the end of the connection", timeout=6)
+
+
+@pytest.mark.parametrize(
+    ("line", "accept", "status"),
+    [
+        ("GET http://[/metrics HTTP/1.1", "", 400),
+        *(
+            ("GET /metrics HTTP/1.1", accept, 200)
+            for accept in (
+                "application/openmetrics-text; version=x.y",
+                "application/openmetrics-text;version=1.a.0",
+                "text/plain;version=abc",
+                "text/plain;=;;=;version=99999999999.1",
+            )
+        ),
+    ],
+)
+def test_odd_requests_are_answered(alone: int, line: str, accept: str, status: int) -> None:
+    with socket.create_connection(("127.0.0.1", alone), timeout=10) as asked:
+        asked.sendall(f"{line}\r\nAccept: {accept}\r\n\r\n".encode())
+        assert asked.makefile("rb").readline().startswith(f"HTTP/1.0 {status} ".encode())
+
+
+def test_a_page_that_breaks_is_an_error_and_no_silence(health: Health, alone: int) -> None:
+    def broken() -> str:
+        raise ZeroDivisionError
+
+    health.trouble = broken
+    assert get(alone, "/healthz").status == 500
 
 
 def test_a_port_that_is_taken_is_refused_by_its_flag(alone: int, health: Health) -> None:

@@ -8,7 +8,6 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import redis
@@ -28,7 +27,7 @@ from ._logging import get_log
 from ._redis import namespace_id
 from ._run import Runs
 from ._served import ServedNote, data_set_ids
-from ._settings import WorkerSettings
+from ._settings import VERSION, WorkerSettings
 
 if TYPE_CHECKING:
     from tenuto_engine import DiskBudget, ModelFacts
@@ -162,7 +161,7 @@ class Announcer:
             pid=os.getpid(),
             device=self._device,
             data_dir=self._identity.reach,
-            version=version("tenuto-worker"),
+            version=VERSION,
             tokens_at_risk=sum(run.at_risk for run in runs),
             checkpoint_bytes=self._budget.used(),
             checkpoint_budget=self._budget.limit,

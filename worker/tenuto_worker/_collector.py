@@ -19,7 +19,7 @@ from ._errors import RedisAway
 from ._judge import Folder, Judge, Worth, folders, sizes_and_times
 from ._logging import get_log
 from ._owners import Missing, Owners
-from ._redis import Outage
+from ._redis import Outage, is_outage
 
 _SHARE_OF_FREE = 0.8
 _PAUSE_S = 10.0
@@ -99,7 +99,9 @@ class Collector:
                 self.report_lost()
                 found = collect(self._root, self._judge)
                 self._note_ends(folders(self._root))
-            except CheckpointError as error:
+            except (CheckpointError, OSError) as error:
+                if is_outage(error):
+                    raise
                 self._log.warning("checkpoints not collected", error=str(error))
                 return
         removed = [self._discarded(job, refused) for job, refused in found.items()].count(True)
@@ -119,7 +121,7 @@ class Collector:
                 return
             try:
                 missing = self._outage.attempt(lambda: self._remove(nbytes))
-            except (RedisAway, CheckpointError) as error:
+            except (RedisAway, CheckpointError, OSError) as error:
                 self._log.warning("no room made for checkpoints", error=str(error))
                 missing = nbytes
             if missing > 0:

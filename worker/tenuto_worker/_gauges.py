@@ -6,7 +6,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from prometheus_client.core import (
@@ -23,7 +22,7 @@ from ._health import Health, Stage
 from ._hosted import ModelState
 from ._redis import Outage
 from ._run import Phase, Run
-from ._settings import WorkerSettings
+from ._settings import VERSION, WorkerSettings
 from ._tallies import Distribution, Tally
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class Gauges(Collector):
 
     def _service(self) -> Iterator[Metric]:
         info = GaugeMetricFamily("tenuto_build_info", "Always 1", labels=["version"])
-        info.add_metric([version("tenuto-worker")], 1)
+        info.add_metric([VERSION], 1)
         yield info
         yield _gauge("tenuto_ready", "1 while jobs are taken", not self._health.unready())
         yield _gauge("tenuto_healthy", "1 while nothing is stuck", not self._health.unwell())

@@ -42,4 +42,4 @@ class Health:
         """Why it takes no jobs now; "" if it does."""
         if self.stage is not Stage.SERVING:
             return self.trouble() or self.stage.value
-        return self.trouble() or ("redis is away" if self._outage.is_on else "")
+        return self.trouble() or self._outage.why

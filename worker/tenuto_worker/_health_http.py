@@ -10,6 +10,8 @@ access control either, so it listens on this machine only unless told otherwise.
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -26,8 +28,11 @@ from ._health import Health
 from ._logging import get_log
 
 _TEXT: Final = "text/plain; charset=utf-8"
-# A client that sends nothing must not keep a thread.
-_SILENCE_S: Final = 10.0
+# From its first byte to the last of the answer. Whoever is slower must not keep a thread.
+_REQUEST_S: Final = 5.0
+# Each takes a thread and a descriptor, which jobs need more.
+_MOST_CONNECTIONS: Final = 32
+_NO_DESCRIPTOR_PAUSE_S: Final = 0.2
 _BIND_AGAIN_S: Final = 1.0
 
 Answer = tuple[HTTPStatus, str, bytes]
@@ -108,17 +113,86 @@ class HealthServer:
         threading.Thread(target=body, name="health", daemon=True).start()
 
     def _answer(self, path: str, accept: str) -> Answer:
-        page = self._pages.get(urlsplit(path).path)
+        known = " ".join(self._pages)
+        try:
+            page = self._pages.get(urlsplit(path).path)
+        except ValueError:
+            return HTTPStatus.BAD_REQUEST, _TEXT, f"that is no path; there is {known}\n".encode()
         if page is None:
-            known = " ".join(self._pages)
             return HTTPStatus.NOT_FOUND, _TEXT, f"there is {known}\n".encode()
-        return page(accept)
+        try:
+            return page(accept)
+        except Exception as error:
+            self._log.exception("request not answered")
+            why = f"{type(error).__name__}; the worker's log has more\n"
+            return HTTPStatus.INTERNAL_SERVER_ERROR, _TEXT, why.encode()
 
 
 class _Server(ThreadingHTTPServer):
+    """A thread for each connection, of which there are few, and none for long."""
+
     daemon_threads = True
     block_on_close = False
     request_queue_size = 32
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._open: dict[Any, float] = {}
+        self._guard = threading.Lock()
+        self._room = threading.BoundedSemaphore(2 * _MOST_CONNECTIONS)
+        super().__init__(address, handler)
+
+    def get_request(self) -> tuple[Any, Any]:
+        try:
+            return super().get_request()
+        except OSError:
+            # Without a descriptor the connection stays, and would be asked for without a pause.
+            time.sleep(_NO_DESCRIPTOR_PAUSE_S)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Give it a thread. Where there are too many, the oldest goes."""
+        if not self._room.acquire(blocking=False):
+            # Those that were told to go are not gone yet.
+            self.shutdown_request(request)
+            return
+        with self._guard:
+            self._open[request] = time.monotonic()
+            oldest = next(iter(self._open))
+        if len(self._open) > _MOST_CONNECTIONS:
+            self._break(oldest)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:
+            # No thread could be started.
+            self._forget(request)
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._forget(request)
+
+    def service_actions(self) -> None:
+        """Some times a second: break what takes too long."""
+        late = time.monotonic() - _REQUEST_S
+        with self._guard:
+            slow = [request for request, began in self._open.items() if began < late]
+        for request in slow:
+            self._break(request)
+
+    def _break(self, request: Any) -> None:
+        """Wake its thread, which closes it."""
+        with self._guard:
+            if self._open.pop(request, None) is None:
+                return
+        with contextlib.suppress(OSError):
+            request.shutdown(socket.SHUT_RDWR)
+
+    def _forget(self, request: Any) -> None:
+        with self._guard:
+            self._open.pop(request, None)
+        self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is nothing to tell."""
@@ -126,7 +200,7 @@ class _Server(ThreadingHTTPServer):
 
 def _handler(answer: Callable[[str, str], Answer]) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        timeout = _SILENCE_S
+        timeout = _REQUEST_S
         server_version = "tenuto"
         sys_version = ""
 
@@ -154,5 +228,8 @@ def _probe(problem: str) -> Answer:
 
 
 def _metrics(registry: CollectorRegistry, accept: str) -> Answer:
-    encode, kind = choose_encoder(accept)
+    try:
+        encode, kind = choose_encoder(accept)
+    except Exception:  # noqa: BLE001 - a version that is none; whoever asked gets the plain format
+        encode, kind = choose_encoder("")
     return HTTPStatus.OK, kind, encode(registry)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -38,13 +41,35 @@ _OUTAGES = (
 )
 
 
+# Any other error of the system, as of a disk, is none of Redis.
+_AWAY = (redis.ConnectionError, redis.TimeoutError)
+_NETWORK = (ConnectionError, TimeoutError, socket.gaierror, socket.herror, ssl.SSLError)
+_NETWORK_ERRNOS = (
+    *(errno.EHOSTUNREACH, errno.EHOSTDOWN, errno.ENETUNREACH, errno.ENETDOWN, errno.ENETRESET),
+    *(errno.EADDRNOTAVAIL, errno.ENOTCONN, errno.ENOBUFS),
+)
+
+
 def is_outage(error: BaseException) -> bool:
-    """Whether Redis is away or cannot serve now, so that the same call may succeed later."""
-    if isinstance(error, redis.ConnectionError | redis.TimeoutError | OSError):
+    """Whether Redis is away or cannot serve now, so that the same call may succeed later.
+
+    So may one for which this process had no descriptor left, though Redis is well."""
+    if isinstance(error, (*_AWAY, *_NETWORK)):
         return True
+    if isinstance(error, OSError):
+        return error.errno in _NETWORK_ERRNOS or lacks_descriptors(error)
     if isinstance(error, redis.ReadOnlyError | redis.exceptions.OutOfMemoryError):
         return True
     return isinstance(error, ResponseError) and any(word in str(error) for word in _OUTAGES)
+
+
+def lacks_descriptors(error: BaseException | None) -> bool:
+    """Whether it comes of too many open files, as the error itself or as what led to it."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def connect(url: str, *, timeout: float = 5.0) -> redis.Redis:
@@ -124,6 +149,7 @@ class Outage:
             server is not ours.
 
     Attributes:
+        why: "redis is away", or that this process cannot ask it; "" while neither is so.
         count: how often Redis went away.
         failed_at: when a call of any thread last failed, by the monotonic clock.
     """
@@ -132,6 +158,7 @@ class Outage:
         self._revive = revive
         self._lock = threading.Lock()
         self._since: float | None = None
+        self.why = ""
         self.count = 0
         self.failed_at = 0.0
         self._past = 0.0
@@ -150,7 +177,8 @@ class Outage:
             return self._past + (0.0 if self._since is None else time.monotonic() - self._since)
 
     def attempt(self, call: Callable[[], T]) -> T:
-        """What `call` returns. Any error but that Redis is away is passed on: it is a bug.
+        """What `call` returns. Any error but that Redis cannot be asked is passed on: a bug, or the disk's
+        trouble.
 
         Raises:
             RedisAway: the same call may succeed later.
@@ -168,18 +196,30 @@ class Outage:
         return result
 
     def _began(self, error: BaseException) -> None:
+        is_ours = lacks_descriptors(error)
+        why = "no file descriptor is left" if is_ours else "redis is away"
         with self._lock:
             now = self.failed_at = time.monotonic()
             if self._since is None:
                 self._since = now
                 self.count += 1
-                self._log.warning("redis away", error=str(error) or type(error).__name__)
+            if why != self.why:
+                self.why = why
+                self._tell(error, is_ours=is_ours)
             away = now - self._since
-            due = away > 1.0 and now - self._revived > _REVIVE_EVERY_S
+            due = not is_ours and away > 1.0 and now - self._revived > _REVIVE_EVERY_S
             if due:
                 self._revived = now
         if due and self._revive is not None:
             self._try_revive(self._revive)
+
+    def _tell(self, error: BaseException, *, is_ours: bool) -> None:
+        words = str(error) or type(error).__name__
+        if is_ours:
+            hint = "ulimit -n (LimitNOFILE of systemd) is how many files it may have open"
+            self._log.error("no file descriptor is left", error=words, hint=hint)
+        else:
+            self._log.warning("redis away", error=words)
 
     def _ended(self, started: float) -> None:
         with self._lock:
@@ -188,6 +228,7 @@ class Outage:
                 self._log.info("redis back", seconds=round(time.monotonic() - self._since, 1))
                 self._past += time.monotonic() - self._since
                 self._since = None
+                self.why = ""
                 self._complaint = ""
 
     def _try_revive(self, revive: Callable[[], int | None]) -> None:

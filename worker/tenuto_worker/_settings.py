@@ -6,13 +6,16 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from tenuto_client._sizes import UNITS, parse_size
 
 from ._errors import ConfigError
 
+VERSION: Final = version("tenuto-worker")
+"""Of this distribution; its files are read once, as an upgrade may take them away meanwhile."""
 # Times `stall_seconds`: these wait for the disk and for each other, the others compute.
 _PHASE_FACTORS: Mapping[str, float] = {"loading": 5.0, "restore": 5.0, "ending": 2.5}
 _LEAST_BUDGET = 16 * 2**20
