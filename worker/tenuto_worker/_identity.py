@@ -173,9 +173,10 @@ def _check_writable(folder: Path) -> None:
 
 def _name(reach: str, number: int | str, lock: int) -> str:
     """The name that goes with a lock file. No copy of the file has it, nor one in its place; it is
-    the same again whenever the file is."""
+    the same again whenever the file is. Nobody writes into the file, so it was changed when it was
+    made. The number of the device would not do: some systems draw it anew at each start."""
     status = os.fstat(lock)
-    place = f"{reach} {status.st_dev} {status.st_ino}"
+    place = f"{reach} {status.st_ino} {status.st_ctime_ns}"
     return f"{_host()}-{hashlib.sha256(place.encode()).hexdigest()[:8]}-{number}"
 
 
