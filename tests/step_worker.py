@@ -50,7 +50,12 @@ class StepWorker:
         **settings: Any,
     ) -> None:
         data_dir.mkdir(parents=True, exist_ok=True)
-        values = {"publish_seconds": 0.0, "checkpoint_every_tokens": 8, "slots": 2} | settings
+        values = {
+            "publish_seconds": 0.0,
+            "checkpoint_every_tokens": 8,
+            "slots": 2,
+            "widest_seconds": 0.0,
+        } | settings
         self.settings = WorkerSettings(
             models={name: str(path) for name, path in (models or {MODEL: model}).items()},
             redis_url=url,

@@ -35,6 +35,9 @@ class ModelInfo:
             memory that there is.
         longest_token: a text has at least one token for so many of its characters, as
             `least_tokens` counts them; None where nobody has proved that.
+        wide_at: Redis's time when the living workers last took as much as these limits say. Some
+            minutes later they become narrower, and not before: a worker that is started again
+            takes its jobs then.
         workers: how many living workers serve it, and `queued` how many jobs wait for it; 0 but in
             what `Client.models()` returns.
     """
@@ -49,6 +52,7 @@ class ModelInfo:
     max_tokens: int | None = None
     max_context: int | None = None
     longest_token: int | None = None
+    wide_at: float | None = None
     workers: int = 0
     queued: int = 0
 
@@ -108,7 +112,8 @@ MODEL_LIMITS: Final = ("max_prompt", "max_tokens", "max_context")
 
 _OPTIONAL: Final = (
     *("tokens_at_risk", "checkpoint_bytes", "checkpoint_budget"),
-    *("limits", "broken", "last_death", "loaded", "busy", "longest_token", *MODEL_LIMITS),
+    *("limits", "broken", "last_death", "loaded", "busy", "longest_token", "wide_at"),
+    *MODEL_LIMITS,
 )
 _NOT_SAID: Final = ("name", "workers", "queued")
 

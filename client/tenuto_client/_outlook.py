@@ -94,8 +94,8 @@ def _queued(
     workers = _serving(job["model"], now, known)
     if not workers:
         why = f"no worker serves {job['model']} (tenuto doctor)"
-    elif (limit := _too_long(job, model)) is not None:
-        why = f"no worker of {job['model']} that is alive takes so much ({limit}; tenuto models)"
+    elif (limit := _too_long(job, workers, model)) is not None:
+        why = f"no worker of {job['model']} that is alive takes so much ({limit})"
     elif waits_for_its_own(job, now, workers, model):
         why = (
             f"it has begun, and waits up to {EXACT_WAIT_S:.0f} s (--exact-wait of the workers) "
@@ -137,16 +137,22 @@ def _running(jobs: int) -> str:
     return f"{count(jobs, 'job')} {'runs' if jobs == 1 else 'run'}"
 
 
-def _too_long(job: Mapping[str, str], model: ModelInfo | None) -> str | None:
-    """The limit of the living workers that a job is over, with its value."""
+def _too_long(
+    job: Mapping[str, str], workers: Sequence[WorkerInfo], model: ModelInfo | None
+) -> str | None:
+    """The limit of the living workers that a job is over, with its value, and what follows."""
     if model is None:
         return None
     prompt, tokens = int(job.get("prompt_tokens", 0)), int(job.get("max_tokens", 0))
     asked = {"max_prompt": prompt, "max_tokens": tokens, "max_context": prompt + tokens}
     for name, value in asked.items():
-        most = getattr(model, name)
-        if most is not None and value > most:
-            return f"{name} {most}, it needs {value}"
+        announced = getattr(model, name)
+        if announced is not None and value > announced:
+            return f"{name} {announced}, it needs {value}; tenuto models"
+        limits = [each.limits.get(model.name, {}).get(name, value) for each in workers]
+        if value > (most := max(limits)):
+            # What is announced holds for some minutes after the widest worker has gone.
+            return f"{name} {most}, it needs {value}; it waits for one that did minutes ago"
     return None
 
 

@@ -528,3 +528,16 @@ def test_status_says_that_no_living_worker_takes_so_much(tenuto: Any, raw: Any, 
     info = ModelInfo("m", 4096, 5, "f", 0.0, max_tokens=40)
     raw.hset(keys.models(), "m", pack_announcement(info))
     assert "takes so much (max_tokens 40, it needs 50; tenuto models)" in tenuto("status", job)[1]
+
+
+def test_status_says_that_a_job_waits_for_a_worker_that_has_just_gone(
+    tenuto: Any, raw: Any, keys: Keys
+) -> None:
+    job = tenuto("submit", "m", "hi", "--max-tokens", "50")[1].strip()
+    narrow = {"m": {"max_tokens": 40}}
+    seen = raw.time()[0]
+    info = WorkerInfo("small", ("m",), 1, 0, 0.0, float(seen), limits=narrow)
+    raw.delete(keys.workers())
+    raw.hset(keys.workers(), "small", pack_announcement(info))
+    said = tenuto("status", job)[1]
+    assert "(max_tokens 40, it needs 50; it waits for one that did minutes ago)" in said

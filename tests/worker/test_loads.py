@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from model_shop import NAMES, Budget, Shop, run_job, warm
+from model_shop import NAMES, Shop, run_job, warm
 from tenuto_client import SyncClient
 from tenuto_worker._health import Health, Stage
 from tenuto_worker._loads import Loads, note_of, was_asked_to_end

@@ -380,6 +380,23 @@ def test_a_job_too_long_here_waits_while_a_living_worker_has_more_memory(
     assert large.claim("a")
 
 
+@pytest.mark.parametrize("prompt", [(1, 2, 3, 4), "Tell me."])
+def test_a_job_waits_while_the_only_worker_with_so_much_memory_is_started_again(
+    shop: Shop, budget: Budget, prompt: Any
+) -> None:
+    large = shop.worker(math.inf, name="host-dir-1", widest_seconds=300)
+    small = shop.worker(budget(1, 1), widest_seconds=300)
+    job = shop.submit("a", prompt=prompt, max_tokens=3000)
+    large.rooms._announcer.retract()
+    small.rooms._announcer.announce()
+    small.claim("a")
+    small.settle()
+    assert not small.rooms.claimer.claim_one("a")
+    assert shop.state(job) == "queued"
+    again = shop.worker(math.inf, name="host-dir-1", widest_seconds=300)
+    assert again.claim("a")
+
+
 def test_facts_name_the_models_that_are_not_loaded(shop: Shop, budget: Budget) -> None:
     worker = shop.worker(budget(1, 0))
     assert set(worker.rooms.pool.facts) == set(NAMES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -314,3 +315,67 @@ def test_a_job_that_runs_too_long_fails_keeps_its_tokens_and_is_resumed_to_its_e
     worker.finish()
     assert jobs.state(job) == "completed"
     assert jobs.tokens(job) == jobs.tokens(other)
+
+
+# -- workers that are started again ---------------------------------------------------------
+
+
+def grow_older(jobs: JobQueue, seconds: float) -> None:
+    """As if what is announced of the model had been so for longer."""
+    info = model(jobs)
+    assert info.wide_at is not None
+    older = replace(info, wide_at=info.wide_at - seconds)
+    jobs.client.hset(jobs.keys.models(), mapping={MODEL: pack_announcement(older)})
+
+
+def test_a_text_waits_for_the_only_worker_that_takes_it_while_that_is_started_again(
+    jobs: JobQueue, start: Start
+) -> None:
+    wide = start("wide", widest_seconds=300)
+    narrow = start("narrow", max_prompt=20, widest_seconds=300)
+    wide.rooms._announcer.retract()
+    narrow.rooms.housekeeper.chores()
+    job = jobs.submit(prompt=LONG)
+    assert narrow.claim()
+    narrow.settle()
+    assert not narrow.claim(), "its length is known now"
+    assert (jobs.state(job), jobs.job(job)["stalls"]) == ("queued", "0")
+    again = start("wide", widest_seconds=300)
+    assert again.claim()
+    again.finish()
+    assert jobs.state(job) == "completed"
+
+
+def test_a_text_that_waited_in_vain_fails_with_the_limit_named(
+    jobs: JobQueue, start: Start
+) -> None:
+    wide = start("wide", widest_seconds=300)
+    narrow = start("narrow", max_prompt=20, widest_seconds=300)
+    wide.rooms._announcer.retract()
+    job = jobs.submit(prompt=LONG)
+    narrow.claim()
+    narrow.settle()
+    grow_older(jobs, 299)
+    narrow.rooms.housekeeper.chores()
+    assert (model(jobs).max_prompt, narrow.claim()) == (None, False)
+    grow_older(jobs, 2)
+    narrow.rooms.housekeeper.chores()
+    assert (model(jobs).max_prompt, narrow.claim()) == (20, True)
+    narrow.settle()
+    assert jobs.state(job) == "failed"
+    assert jobs.job(job)["error"].startswith("max_prompt: ")
+
+
+def test_time_in_which_no_worker_was_there_does_not_make_limits_narrower(
+    jobs: JobQueue, start: Start
+) -> None:
+    wide = start("wide", max_tokens=30, widest_seconds=300)
+    wide.rooms._announcer.retract()
+    night = replace(model(jobs), announced_at=time.time() - 3600, wide_at=time.time() - 3600)
+    jobs.client.hset(jobs.keys.models(), mapping={MODEL: pack_announcement(night)})
+    narrow = start("narrow", max_tokens=10, widest_seconds=300)
+    narrow.rooms.housekeeper.chores()
+    assert model(jobs).max_tokens == 30
+    grow_older(jobs, 301)
+    narrow.rooms.housekeeper.chores()
+    assert model(jobs).max_tokens == 10

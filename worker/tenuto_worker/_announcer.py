@@ -18,6 +18,7 @@ from tenuto_client import (
     ProtocolError,
     WorkerInfo,
     pack_announcement,
+    unpack_model,
     unpack_worker,
 )
 from tenuto_client._announce import ALIVE_S, MODEL_LIMITS
@@ -131,11 +132,19 @@ class Announcer:
         with self._client.pipeline(transaction=False) as pipe:
             pipe.hset(self._keys.workers(), mapping={me.name: pack_announcement(me)})
             pipe.hgetall(self._keys.workers())
-            _, packed = pipe.execute()
+            pipe.hgetall(self._keys.models())
+            _, packed, said = pipe.execute()
         workers = _known(packed)
         living = [each for each in workers if now - each.seen_at <= ALIVE_S]
         models = {
-            name: pack_announcement(replace(info, announced_at=now, **_widest(name, living)))
+            name: pack_announcement(
+                _limited(
+                    replace(info, announced_at=now),
+                    _widest(name, living),
+                    _said(name, said.get(name.encode())),
+                    self._settings.widest_seconds,
+                )
+            )
             for name, info in self._models.items()
         }
         if models:
@@ -197,3 +206,36 @@ def _widest(model: str, living: Iterable[WorkerInfo]) -> dict[str, Any]:
         for name in MODEL_LIMITS
         if serving and all(name in limits for limits in serving)
     }
+
+
+def _said(model: str, packed: bytes | None) -> ModelInfo | None:
+    """What was said of a model before, if this version can read it."""
+    if packed is None:
+        return None
+    try:
+        return unpack_model(model, packed)
+    except ProtocolError:
+        return None
+
+
+def _limited(
+    info: ModelInfo, widest: Mapping[str, int], before: ModelInfo | None, patience: float
+) -> ModelInfo:
+    """With the limits of the living workers, which become narrower than before only after
+    `patience` seconds: who took more may just be starting again."""
+    now = info.announced_at
+    living: dict[str, Any] = {name: widest.get(name) for name in MODEL_LIMITS}
+    if before is not None and before.wide_at is not None:
+        kept: dict[str, Any] = {
+            name: _wider(living[name], getattr(before, name)) for name in MODEL_LIMITS
+        }
+        # As long as nobody said anything, nobody could be missed.
+        is_news = now - before.announced_at > ALIVE_S
+        wide_at = now if is_news else before.wide_at
+        if kept != living and now - wide_at < patience:
+            return replace(info, wide_at=wide_at, **kept)
+    return replace(info, wide_at=now, **living)
+
+
+def _wider(one: int | None, other: int | None) -> int | None:
+    return None if one is None or other is None else max(one, other)

@@ -122,7 +122,7 @@ class HealthServer:
             return HTTPStatus.NOT_FOUND, _TEXT, f"there is {known}\n".encode()
         try:
             return page(accept)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - whoever asks gets an answer
             self._log.exception("request not answered")
             why = f"{type(error).__name__}; the worker's log has more\n"
             return HTTPStatus.INTERNAL_SERVER_ERROR, _TEXT, why.encode()

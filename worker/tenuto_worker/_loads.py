@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -103,4 +102,4 @@ def _write(path: Path, loading: str, deaths: dict[str, int]) -> None:
         path.parent.mkdir(exist_ok=True)
         half = path.with_suffix(".loads.tmp")
         half.write_text(json.dumps({"loading": loading, "deaths": deaths}), "utf-8")
-        os.replace(half, path)
+        half.replace(path)

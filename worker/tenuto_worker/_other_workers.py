@@ -1,4 +1,4 @@
-"""`OtherWorkers`: what living workers say of themselves, asked when it matters."""
+"""`OtherWorkers`: what they say they take, and what those took that have just gone."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import redis
 
-from tenuto_client import Keys, ProtocolError, WorkerInfo, unpack_worker
+from tenuto_client import Keys, ProtocolError, WorkerInfo, unpack_model, unpack_worker
 from tenuto_client._announce import ALIVE_S
 
 
 class OtherWorkers:
-    """Reads the hash `workers`.
+    """Reads the hashes `workers` and `models`.
 
     Args:
         me: name of this worker, whose own limits are asked of `mine`, since what it announced may
@@ -28,7 +28,8 @@ class OtherWorkers:
         self._mine = mine
 
     def widest(self, limit: str, model: str) -> int | None:
-        """The most that any living worker of a model takes, this one included; None is no limit.
+        """The most that any worker of a model takes that is alive, this one included, or was some
+        minutes ago and may be back soon; None is no limit.
 
         Raises:
             RedisError: Redis is away.
@@ -36,6 +37,9 @@ class OtherWorkers:
         others = [each for each in self._living() if model in each.models]
         limits = [each.limits.get(model, {}).get(limit) for each in others]
         limits.append(self._mine(limit, model))
+        said: Any = self._client.hget(self._keys.models(), model)
+        if said is not None:
+            limits.append(getattr(unpack_model(model, said), limit))
         known = [each for each in limits if each is not None]
         return max(known) if len(known) == len(limits) else None
 

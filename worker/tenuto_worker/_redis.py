@@ -177,8 +177,8 @@ class Outage:
             return self._past + (0.0 if self._since is None else time.monotonic() - self._since)
 
     def attempt(self, call: Callable[[], T]) -> T:
-        """What `call` returns. Any error but that Redis cannot be asked is passed on: a bug, or the disk's
-        trouble.
+        """What `call` returns. Any error but that Redis cannot be asked is passed on: a bug, or
+        the disk's trouble.
 
         Raises:
             RedisAway: the same call may succeed later.

@@ -59,6 +59,8 @@ class WorkerSettings:
         preempt_hold_seconds: how long an attempt goes on at least before it makes way; doubled,
             up to 16 times as much, with each time that its job made way before.
         exact_wait_seconds: how long a job that has begun waits for workers of its geometry.
+        widest_seconds: for how long jobs wait for a worker that takes as much as the widest one did
+            that has gone, before they are refused by what the others take.
         grace_seconds: how long a drain may take.
         publish_seconds, publish_tokens: tokens are packed until one of the two is reached.
         max_unsent_tokens: decoding pauses when a job has this many tokens that Redis lacks.
@@ -98,6 +100,7 @@ class WorkerSettings:
     chores_seconds: float = 5.0
     gc_seconds: float = 60.0
     exact_wait_seconds: float = 30.0
+    widest_seconds: float = 300.0
     preempt_wait_seconds: float = 2.0
     preempt_hold_seconds: float = 5.0
     grace_seconds: float = 30.0

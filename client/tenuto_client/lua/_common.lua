@@ -313,8 +313,9 @@ local function remove(id)
 end
 
 -- Why a worker may not take a queued job now, and for how many seconds; nil when it may. `terms` are its max_prompt, max_tokens
--- and room in tokens (negative or absent is no limit), fingerprint, reach and exact_wait. With `refuses`, what no living worker
--- will ever have memory for may be taken, if it has not begun, so that it ends with the numbers instead of waiting for ever.
+-- and room in tokens (negative or absent is no limit), fingerprint, reach and exact_wait. With `refuses`, what is over
+-- the model's announced max_prompt or max_context may be taken, if it has not begun, so that it ends with the numbers instead of
+-- waiting for ever. They are the widest of all workers, and hold for some minutes after the widest has gone.
 local function unfit(id, terms)
   local mine, where, queued_at, tokens, prompt, wanted = unpack(redis.call('HMGET', key_job(id),
     'fingerprint', 'reach', 'queued_at', 'tokens', 'prompt_tokens', 'max_tokens'))
@@ -323,16 +324,20 @@ local function unfit(id, terms)
     most = tonumber(most or -1)
     return most >= 0 and value > most
   end
-  if is_over(prompt, terms.max_prompt) or is_over(wanted, terms.max_tokens) then return 'limits', 0 end
+  local function is_refused(value, name)
+    local known = terms.refuses and tokens == '0' and redis.call('HGET', key_models(), get(id, 'model'))
+    local widest = known and cmsgpack.unpack(known)[name]
+    return widest and value > widest
+  end
+  local is_long = is_over(prompt, terms.max_prompt) and not is_refused(prompt, 'max_prompt')
+  if is_long or is_over(wanted, terms.max_tokens) then return 'limits', 0 end
   local wait = terms.exact_wait - (now() - tonumber(queued_at))
   local is_home = mine == terms.fingerprint and (tokens == '0' or where == terms.reach)
   if mine and not is_home and wait > 0 then
     return mine == terms.fingerprint and 'checkpoints' or 'geometry', wait
   end
-  if is_over(prompt + wanted, terms.room) then
-    local known = terms.refuses and tokens == '0' and redis.call('HGET', key_models(), get(id, 'model'))
-    local widest = known and cmsgpack.unpack(known).max_context
-    if not (widest and prompt + wanted > widest) then return 'memory', 0 end
+  if is_over(prompt + wanted, terms.room) and not is_refused(prompt + wanted, 'max_context') then
+    return 'memory', 0
   end
 end
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 if "tenuto_worker._child" in " ".join(sys.orig_argv):
@@ -14,7 +15,7 @@ if "tenuto_worker._child" in " ".join(sys.orig_argv):
     _load = Engine.load.__func__  # type: ignore[attr-defined]
 
     def _kills(cls: Any, /, path: Any, **more: Any) -> Any:
-        if os.path.basename(path) == "killer":
+        if Path(path).name == "killer":
             os.kill(os.getpid(), signal.SIGKILL)
         return _load(cls, path, **more)
 
