@@ -84,10 +84,13 @@ class Member(Expected):
     def is_provided_for(self, at: int) -> bool:
         return self.room_at is not None and at - self.room_at < SETTLE_S
 
+    def is_asked(self, at: int) -> bool:
+        return self.yield_at is not None and at - self.yield_at < SETTLE_S
+
     def may_make_way(self, at: int) -> bool:
         if self.state != "running" or not self.lease or not self.moved:
             return False
-        if self.yield_at is not None and at - self.yield_at < SETTLE_S:
+        if self.is_asked(at):
             return False
         hold: int = HOLD_S * 2 ** min(self.preemptions, MOST_DOUBLINGS)
         return at - self.claimed_at >= hold
@@ -179,11 +182,16 @@ class Book:
             return mine[0]
         return None
 
-    def way(self, model: str, terms: Terms, patience: float, at: int) -> Yield | None:
+    def way(
+        self, model: str, terms: Terms, patience: float, at: int, *, room_alone: int | None
+    ) -> Yield | None:
         """What this worker is told to do."""
-        anything = Terms(terms.worker, terms.max_tokens)
+        mine = [run for run in self.running(terms.worker) if run.lease and not run.is_asked(at)]
+        is_held = not all(run.may_make_way(at) for run in mine)
+        apart_wait = HOME_S + (HOLD_S * 2**MOST_DOUBLINGS if is_held else 0)
+        anything = Terms(terms.worker, terms.max_tokens, room_alone)
         for job in self.suspects(model):
-            is_long = job.waited(at) > HOME_S and not job.is_provided_for(at)
+            is_long = job.waited(at) > apart_wait and not job.is_provided_for(at)
             if is_long and not job.late(at) and not job.unfit(anything, at):
                 return Yield(None, job.id)
         for job in self.in_turn(model):

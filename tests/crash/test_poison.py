@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def test_a_poison_job_that_kills_supervisors_too_ends_failed_alone(
     models: Models, redis_url: str, namespace: str, tmp_path: Path
 ) -> None:
     """As where the kernel kills a whole group: nobody is left to tell of the death."""
-    one = {"llama": models["llama"]}
+    one: Models = {"llama": models["llama"]}
     seeds = range(3)
 
     def submit(client: SyncClient, seed: int) -> SyncJob:
@@ -66,15 +67,14 @@ def test_a_poison_job_that_kills_supervisors_too_ends_failed_alone(
             undisturbed = [submit(client, seed).result(timeout=60) for seed in seeds]
         bad = submit(client, SEED)
         good = [submit(client, seed) for seed in seeds]
-        environ = poisoned(0) | {"POISON_KILLS_ALL": "1"}
+        environ = {**poisoned(0), "POISON_KILLS_ALL": "1"}
+
+        def is_done(worker: WorkerProcess) -> bool:
+            return not worker.is_running or all(job.status().state.is_over for job in good)
+
         for _ in range(4):
             with worker_of(one, redis_url, namespace, tmp_path, slots=4, environ=environ) as worker:
-                poll_until(
-                    lambda worker=worker: (
-                        not worker.is_running or all(job.status().state.is_over for job in good)
-                    ),
-                    "the death of the worker, or the ends of the jobs",
-                )
+                poll_until(partial(is_done, worker), "its death, or the ends of the jobs")
         assert (bad.status().state, bad.status().attempts) == ("failed", 3)
         for job, expected in zip(good, undisturbed, strict=True):
             result = job.result(timeout=60)

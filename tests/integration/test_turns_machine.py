@@ -262,6 +262,7 @@ class Turns(RuleBasedStateMachine):
             self._ask(worker, MODELS[0], PATIENCE_S, room)
 
     def _ask(self, worker: str, model: str, patience: float, room: int | None) -> None:
+        room_alone = None if room is None else room + 30
         call = preempt_call(
             model,
             holder=worker,
@@ -272,9 +273,10 @@ class Turns(RuleBasedStateMachine):
             hold_s=HOLD_S,
             max_tokens=MOST_TOKENS[worker],
             room=room,
+            room_alone=room_alone,
         )
         terms, at = Terms(worker, MOST_TOKENS[worker], room), self.clock.at
-        expected = self.book.way(model, terms, patience, at)
+        expected = self.book.way(model, terms, patience, at, room_alone=room_alone)
         answer = self.scripts.run(call)
         assert answer == expected
         if answer is None:

@@ -458,3 +458,58 @@ def test_nobody_goes_as_long_as_that_would_not_be_enough(shop: Shop, start: Star
     age(worker.runs[1], 100.0)
     turn(worker)
     assert going(worker) == set(jobs)
+
+
+# -- suspects that no memory or no model is for --------------------------------------------
+
+
+def suspected(shop: Shop, model: str, **options: Any) -> str:
+    """A job on which some other worker died, long ago."""
+    job = shop.submit(model, **options)
+    queue = shop.queues[model]
+    assert queue.take(holder="w9").fence.job_id == job
+    assert queue.scripts.take_back(job, "w9", crashed=True) == "queued"
+    long_ago(shop, job, 31.0)
+    return job
+
+
+def test_no_worker_empties_itself_for_a_suspect_for_which_it_never_has_memory(
+    shop: Shop, start: Start
+) -> None:
+    start(1, 40, name="larger")
+    worker = start(1, 2, slots=1)
+    suspected(shop, "a", max_tokens=20 * ROW)
+    shop.submit("a")
+    begin(worker)
+    turn(worker)
+    assert going(worker) == set()
+    assert worker.run.claim.attempts == 1
+
+
+def test_no_worker_empties_itself_for_a_suspect_whose_model_is_broken_here(
+    shop: Shop, start: Start
+) -> None:
+    (shop.folders["c"] / "model.safetensors").write_bytes(b"damaged")
+    worker = start(3, 2, load_retry_seconds=60.0)
+    assert set(worker.rooms.pool.broken()) == {"c"}
+    suspected(shop, "c")
+    shop.submit("a")
+    begin(worker)
+    turn(worker)
+    assert going(worker) == set()
+    assert worker.run.claim.attempts == 1
+
+
+def test_a_worker_that_emptied_itself_for_a_suspect_takes_it_before_jobs_of_other_models(
+    shop: Shop, start: Start
+) -> None:
+    worker = start(1, 1)
+    low = shop.submit("a")
+    begin(worker)
+    suspect = suspected(shop, "b")
+    shop.submit("a")
+    turn(worker)
+    assert going(worker) == {low}
+    worker.settle()
+    turn(worker)
+    assert running(worker) == {suspect}

@@ -343,6 +343,58 @@ def test_a_suspect_that_waits_for_long_empties_one_busy_worker(
     assert second.run.job_id == suspect
 
 
+def test_a_worker_empties_itself_only_when_its_attempts_had_their_time_or_a_suspect_waits_too_long(
+    jobs: JobQueue, start: Start
+) -> None:
+    worker, busy = start("w0"), start("w1", preempt_hold_seconds=5.0)
+    suspect = jobs.submit()
+    begin(worker)
+    low = jobs.submit(max_tokens=100)
+    begin(busy)
+    kill(jobs, worker)
+    jobs.backdate(suspect, "queued_at", 31)
+    turn(busy)
+    assert asked(busy) == []
+    jobs.backdate(low, "claimed_at", 6)
+    jobs.client.hset(jobs.keys.job(low), "preemptions", "1")
+    turn(busy)
+    assert asked(busy) == []
+    # Nobody's time is longer than this: where something young runs always, it goes in the end.
+    jobs.backdate(suspect, "queued_at", 80)
+    turn(busy)
+    assert asked(busy) == [low]
+
+
+def test_a_worker_whose_attempts_had_their_time_empties_itself(
+    jobs: JobQueue, start: Start
+) -> None:
+    worker, busy = start("w0"), start("w1", preempt_hold_seconds=5.0)
+    suspect = jobs.submit()
+    begin(worker)
+    low = jobs.submit(max_tokens=100)
+    begin(busy)
+    kill(jobs, worker)
+    jobs.backdate(suspect, "queued_at", 31)
+    jobs.backdate(low, "claimed_at", 6)
+    turn(busy)
+    assert asked(busy) == [low]
+
+
+def test_a_trusted_job_makes_no_way_for_a_suspect_that_this_worker_may_not_take(
+    jobs: JobQueue, start: Start
+) -> None:
+    worker, other = start("w0", slots=2), start("w1", max_tokens=200)
+    jobs.submit(max_tokens=150)
+    begin_one_more(worker)
+    jobs.submit(max_tokens=300)
+    begin_one_more(worker)
+    kill(jobs, worker)
+    run = begin(other, 40)
+    assert not is_apart(run)
+    turn(other)
+    assert asked(other) == []
+
+
 def test_a_job_that_was_on_two_crashes_is_trusted_later(jobs: JobQueue, start: Start) -> None:
     worker = start()
     jobs.submit(max_tokens=300)

@@ -220,6 +220,8 @@ def preempt_call(
     max_prompt: int | None = None,
     max_tokens: int | None = None,
     room: int | None = None,
+    room_alone: int | None = None,
+    may_empty: bool = True,
 ) -> Call[Yield | None]:
     """Which attempt of this worker is to make way for a job that waits, if any is.
 
@@ -227,11 +229,29 @@ def preempt_call(
         patience_s: for how long a job waits before anything makes way for it.
         hold_s: for how long an attempt goes on at least; doubled with each time that its job
             made way before.
-        max_prompt, max_tokens, room: as of a claim.
+        max_prompt, max_tokens, room, room_alone: as of a claim.
+        may_empty: whether this worker would take a suspect of the model, if it ran nothing.
     """
     own = (holder, fingerprint, reach, exact_wait_s)
     limits = _limits(max_prompt, max_tokens, room)
-    return Call("preempt", (model, *own, *limits, patience_s, hold_s), _yield)
+    apart = (*_limits(room_alone), int(may_empty))
+    return Call("preempt", (model, *own, *limits, patience_s, hold_s, *apart), _yield)
+
+
+def suspect_call(
+    model: str,
+    *,
+    fingerprint: str,
+    reach: str,
+    exact_wait_s: float,
+    max_prompt: int | None = None,
+    max_tokens: int | None = None,
+    room_alone: int | None = None,
+) -> Call[str]:
+    """The first suspect that this worker may take when it runs nothing, or ""; the terms as of a
+    claim."""
+    own = (fingerprint, reach, exact_wait_s)
+    return Call("suspect", (model, *own, *_limits(max_prompt, max_tokens, room_alone)), _word)
 
 
 def head_call(

@@ -9,10 +9,20 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, TypedDict
 
 from . import _metrics as metrics
-from ._calls import Call, Claim, Head, Left, Yield, claim_call, head_call, preempt_call
+from ._calls import (
+    Call,
+    Claim,
+    Head,
+    Left,
+    Yield,
+    claim_call,
+    head_call,
+    preempt_call,
+    suspect_call,
+)
 from ._errors import RedisAway
 from ._logging import get_log
 from ._models import ModelPool
@@ -40,6 +50,15 @@ class Served:
     name: str
     fingerprint: str
     slots: int
+
+
+class _Terms(TypedDict):
+    fingerprint: str
+    reach: str
+    exact_wait_s: float
+    max_prompt: int | None
+    max_tokens: int | None
+    room_alone: int | None
 
 
 class Claimer:
@@ -119,13 +138,16 @@ class Claimer:
     def turn(self) -> None:
         """Take what there is a slot for, and have runs make way for what has none."""
         self._go_apart()
+        if (model := self._yielding.emptied_for()) and self.has_slot(model):
+            # Before jobs of other models, or it would have emptied itself for nothing.
+            self.claim_one(model)
         self._room.look()
         left = list(self._served)
-        while model := self._room.first([each for each in left if self.has_slot(each)]):
-            if self.claim_one(model):
+        while best := self._room.first([each for each in left if self.has_slot(each)]):
+            if self.claim_one(best):
                 self._room.look()
             else:
-                left.remove(model)
+                left.remove(best)
         for model in self._served:
             while self._runs.all() and self._make_way(model):
                 pass
@@ -133,12 +155,23 @@ class Claimer:
 
     def _go_apart(self) -> None:
         """Where a suspect was trusted again and more of them wait, the next one's turn comes."""
-        if self._yielding.trusted() and any(map(self._has_suspects, self._served)):
-            self._yielding.empty("suspects wait to run apart")
+        if not self._yielding.trusted():
+            return
+        for model in filter(self._may_empty, self._served):
+            if self._has_suspect(model):
+                self._yielding.empty(model, "suspects wait to run apart")
+                return
 
-    def _has_suspects(self, model: str) -> bool:
+    def _may_empty(self, model: str) -> bool:
+        """Whether a job of the model could be taken if nothing ran here. One that could not be
+        loaded is not worth it: it is tried again with other jobs."""
+        has_room = self._pool.has_room(model, 0, without=self._runs.all())
+        return has_room and model not in self._pool.broken()
+
+    def _has_suspect(self, model: str) -> bool:
         try:
-            return self._outage.attempt(partial(self._scripts.suspects, model)) > 0
+            call = suspect_call(model, **self._terms_alone(model))
+            return bool(self._outage.attempt(partial(self._scripts.run, call)))
         except RedisAway:
             return False
 
@@ -147,16 +180,18 @@ class Claimer:
         if self._stopping or not self._yielding.may_take():
             return False
         is_full = self._runs.of_model(model) >= self._served[model].slots
-        may_wait = any(job.why == "suspect" for job in self._left.get(model, []))
-        if not is_full and not may_wait and self._pool.may_claim(model):
+        may_empty = self._may_empty(model)
+        has_suspect = any(job.why == "suspect" for job in self._left.get(model, []))
+        may_wait = may_empty and (has_suspect or not self._pool.may_claim(model))
+        if not is_full and not may_wait:
             return False
         try:
-            call = self._preempt_call(model, for_slot=is_full)
+            call = self._preempt_call(model, for_slot=is_full, may_empty=may_empty)
             asked = self._outage.attempt(partial(self._scripts.run, call))
         except RedisAway:
             return False
         if asked is not None:
-            self._yielding.make_way(asked)
+            self._yielding.make_way(model, asked)
         return asked is not None
 
     def _make_room(self) -> None:
@@ -168,29 +203,29 @@ class Claimer:
             self._yielding.make_room(runs, head.job_id)
 
     def _head_call(self, model: str) -> Call[Head | None]:
-        return head_call(
-            model,
-            fingerprint=self._served[model].fingerprint,
-            reach=self._reach,
-            exact_wait_s=self._settings.exact_wait_seconds,
-            max_prompt=self._settings.max_prompt,
-            max_tokens=self._settings.max_tokens,
-            room_alone=self._pool.max_context(model),
-        )
+        return head_call(model, **self._terms_alone(model))
 
-    def _preempt_call(self, model: str, *, for_slot: bool) -> Call[Yield | None]:
+    def _preempt_call(self, model: str, *, for_slot: bool, may_empty: bool) -> Call[Yield | None]:
         return preempt_call(
             model,
             holder=self._holder,
-            fingerprint=self._served[model].fingerprint,
-            reach=self._reach,
-            exact_wait_s=self._settings.exact_wait_seconds,
             patience_s=self._settings.preempt_wait_seconds if for_slot else math.inf,
             hold_s=self._settings.preempt_hold_seconds,
-            max_prompt=self._settings.max_prompt,
-            max_tokens=self._settings.max_tokens,
             room=self._pool.room(model),
+            may_empty=may_empty,
+            **self._terms_alone(model),
         )
+
+    def _terms_alone(self, model: str) -> _Terms:
+        """What this worker takes when it runs nothing."""
+        return {
+            "fingerprint": self._served[model].fingerprint,
+            "reach": self._reach,
+            "exact_wait_s": self._settings.exact_wait_seconds,
+            "max_prompt": self._settings.max_prompt,
+            "max_tokens": self._settings.max_tokens,
+            "room_alone": self._pool.max_context(model),
+        }
 
     def claim_one(self, model: str) -> bool:
         """Claim the best job of a model and pass it on; whether there was one."""

@@ -20,6 +20,7 @@ _NAMES = (
     "claim",
     "preempt",
     "head",
+    "suspect",
     "provide",
     "bind",
     "publish",
@@ -80,7 +81,3 @@ class JobScripts:
     def _load(self, names: set[str]) -> None:
         for name in names:
             self._client.script_load(self._scripts[name].script)
-
-    def suspects(self, model: str) -> int:
-        """How many queued jobs of a model have to run apart."""
-        return int(cast(int, self._client.zcard(self._keys.suspects(model))))

@@ -23,7 +23,7 @@ class Yielding:
     def __init__(self, runs: Runs, on_stop: Callable[[], object]) -> None:
         self._runs = runs
         self._on_stop = on_stop
-        self._emptying = False
+        self._emptying_for: str | None = None
 
     def may_take(self) -> bool:
         """Whether anything may be taken besides what runs: not with a suspect here, nor while the
@@ -31,7 +31,7 @@ class Yielding:
         runs = self._runs.all()
         if not runs:
             return True
-        return not self._emptying and not any(run.apart for run in runs)
+        return self._emptying_for is None and not any(run.apart for run in runs)
 
     def is_alone(self) -> bool:
         """Whether nothing runs here, so that a suspect may be taken."""
@@ -39,12 +39,19 @@ class Yielding:
 
     def claimed(self) -> None:
         """Something was taken, whatever the worker made room for."""
-        self._emptying = False
+        self._emptying_for = None
 
-    def make_way(self, asked: Yield) -> None:
-        """Do what `preempt.lua` answered."""
+    def emptied_for(self) -> str | None:
+        """The model for whose suspect the worker has emptied itself; told once."""
+        if self._runs.all():
+            return None
+        model, self._emptying_for = self._emptying_for, None
+        return model
+
+    def make_way(self, model: str, asked: Yield) -> None:
+        """Do what `preempt.lua` answered for a model."""
         if asked.of is None:
-            self.empty(f"suspect {asked.to} has to run apart")
+            self.empty(model, f"suspect {asked.to} has to run apart")
             return
         run = self._runs.get(asked.of)
         if run is not None:
@@ -54,9 +61,9 @@ class Yielding:
         """Have runs make way for a job that waits for memory."""
         self._ask(runs, f"job {job_id} has a higher priority and needs the memory")
 
-    def empty(self, why: str) -> None:
-        """Have all runs make way, and take nothing until they did."""
-        self._emptying = True
+    def empty(self, model: str, why: str) -> None:
+        """Have all runs make way for a suspect of the model, and take nothing until they did."""
+        self._emptying_for = model
         self._ask(self._runs.all(), why)
 
     def trusted(self) -> bool:

@@ -78,40 +78,10 @@ if alone then
   end
 end
 
--- Look at `most` queued jobs behind the first `passed`. Returns the answer of a claim, or nil, and whether the queue ends there.
-local function look(passed, most)
-  for _, lane in ipairs(redis.call('ZRANGE', key_queue(model), 0, -1)) do
-    local length = redis.call('ZCARD', key_lane(model, lane))
-    if passed >= length then
-      passed = passed - length
-    else
-      local priority = string.match(lane, '^(-?%d+):')
-      for _, id in ipairs(redis.call('ZRANGE', key_lane(model, lane), passed, passed + most - 1)) do
-        if not end_if_late(id) and suits(id) then return take(id, lane, priority), false end
-        if keep_room then return nil, true end
-        most = most - 1
-      end
-      if most == 0 then return nil, false end
-      passed = 0
-    end
-  end
-  return nil, true
-end
-
--- A look takes 10 us, in which Redis does nothing else. Where none of the first suits, each call looks a stretch further,
--- so that jobs this worker has to leave hide no others.
-local LOOKS = 200
-local claimed, is_end = look(0, LOOKS)
-if not claimed and not is_end then
-  local looked = key_looked(model, holder)
-  local passed = tonumber(redis.call('GET', looked) or LOOKS)
-  claimed, is_end = look(passed, LOOKS)
-  if is_end then
-    redis.call('DEL', looked)
-  else
-    redis.call('SET', looked, claimed and passed or passed + LOOKS, 'PX', 60000)
-  end
-end
+local claimed = look_on(model, holder, function(id, lane, priority)
+  if not end_if_late(id) and suits(id) then return take(id, lane, priority) end
+  if keep_room then return false end
+end)
 if claimed then return claimed end
 if #left == 0 then return {} end
 return { 'left', unpack(left) }

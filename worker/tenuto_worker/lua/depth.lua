@@ -1,11 +1,22 @@
 -- How many jobs of a model are queued, and how long that one has waited that waits longest. A: model.
--- Looks at the oldest job of each lane. Returns {count, seconds as a string}.
+-- Looks at the oldest job of each lane; where there are very many lanes, of those of each priority whose turn comes first.
+-- Returns {count, seconds as a string}.
+local MOST_OF_PRIORITY, MOST = 200, 1000
 local model = A[1]
 local at = now()
-local longest = 0
-for _, lane in ipairs(redis.call('ZRANGE', key_queue(model), 0, -1)) do
-  local oldest = redis.call('ZRANGE', key_lane(model, lane), 0, 0)[1]
-  local queued_at = oldest and tonumber(get(oldest, 'queued_at'))
-  if queued_at then longest = math.max(longest, at - queued_at) end
+local longest, looked = 0, 0
+local from = '-inf'
+while looked < MOST do
+  local lanes = redis.call('ZRANGEBYSCORE', key_queue(model), from, '+inf', 'LIMIT', 0, MOST_OF_PRIORITY)
+  if #lanes == 0 then break end
+  local priority = string.match(lanes[1], '^(-?%d+):')
+  for _, lane in ipairs(lanes) do
+    if string.match(lane, '^(-?%d+):') ~= priority then break end
+    local oldest = redis.call('ZRANGE', key_lane(model, lane), 0, 0)[1]
+    local queued_at = oldest and tonumber(get(oldest, 'queued_at'))
+    if queued_at then longest = math.max(longest, at - queued_at) end
+    looked = looked + 1
+  end
+  from = string.format('%.0f', (101 - tonumber(priority)) * PRIORITY_STEP)
 end
 return { tonumber(redis.call('HGET', key_queued(model), '*') or 0), string.format('%.3f', longest) }

@@ -1,18 +1,15 @@
--- The best queued job of a model that this worker may take, had it the memory.
+-- The best queued job of a model that this worker may take, had it the memory. Looks at the first LOOKS jobs.
 -- A: model, fingerprint, reach, exact_wait in s, max_prompt, max_tokens, tokens for which it has memory when it runs nothing
 -- (-1 is no limit)
 -- Returns {} | {id, priority, tokens of prompt and answer as far as they are known, seconds for which it has waited, 1 when
 -- something makes way for it already}.
 local model = A[1]
 local terms = { fingerprint = A[2], reach = A[3], exact_wait = tonumber(A[4]), max_prompt = A[5], max_tokens = A[6], room = A[7] }
-for _, lane in ipairs(redis.call('ZRANGE', key_queue(model), 0, -1)) do
-  for _, id in ipairs(redis.call('ZRANGE', key_lane(model, lane), 0, 63)) do
-    local priority, prompt, wanted, queued_at, suspected =
-      unpack(redis.call('HMGET', key_job(id), 'priority', 'prompt_tokens', 'max_tokens', 'queued_at', 'suspect'))
-    if not suspected and not too_late(id) and not unfit(id, terms) then
-      local tokens = tonumber(prompt or 0) + tonumber(wanted)
-      return { id, tonumber(priority), tokens, string.format('%.3f', now() - tonumber(queued_at)), is_provided_for(id) and 1 or 0 }
-    end
-  end
-end
-return {}
+local head = look(model, { 0, 0 }, LOOKS, function(id)
+  local priority, prompt, wanted, queued_at, suspected =
+    unpack(redis.call('HMGET', key_job(id), 'priority', 'prompt_tokens', 'max_tokens', 'queued_at', 'suspect'))
+  if suspected or too_late(id) or unfit(id, terms) then return nil end
+  local tokens = tonumber(prompt or 0) + tonumber(wanted)
+  return { id, tonumber(priority), tokens, string.format('%.3f', now() - tonumber(queued_at)), is_provided_for(id) and 1 or 0 }
+end)
+return head or {}

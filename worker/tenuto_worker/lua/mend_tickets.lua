@@ -1,33 +1,36 @@
 -- As many tickets as queued jobs: drop those without content, add what is missing, up to 250 a call, so as not to hold
--- Redis up. The counts of queued jobs are put right.
+-- Redis up. The counts of queued jobs are put right, if there are no more than 1000 lanes to count in; every move keeps them.
 -- A: model. Returns the number of tickets added.
-local MOST, MOST_FIELDS = 250, 1000
+local MOST, MOST_FIELDS, MOST_LANES = 250, 1000, 1000
 local model = A[1]
 -- Of no job, so that none leaves a ticket behind.
 local MENDED = P .. 'mended:'
-local queued = 0
-local counts = {}
-for _, lane in ipairs(redis.call('ZRANGE', key_queue(model), 0, -1)) do
-  local length = redis.call('ZCARD', key_lane(model, lane))
-  local tenant = string.match(lane, ':(.*)$')
-  queued = queued + length
-  counts[tenant] = (counts[tenant] or 0) + length
-end
 
-redis.call('DEL', key_queued(model))
-local fields = {}
-local function store(most)
-  if #fields > most then
-    redis.call('HSET', key_queued(model), unpack(fields))
-    fields = {}
+local function count()
+  local queued, counts = 0, {}
+  for _, lane in ipairs(redis.call('ZRANGE', key_queue(model), 0, -1)) do
+    local length = redis.call('ZCARD', key_lane(model, lane))
+    local tenant = string.match(lane, ':(.*)$')
+    queued = queued + length
+    counts[tenant] = (counts[tenant] or 0) + length
   end
+  redis.call('DEL', key_queued(model))
+  local fields = {}
+  local function store(most)
+    if #fields > most then
+      redis.call('HSET', key_queued(model), unpack(fields))
+      fields = {}
+    end
+  end
+  if queued > 0 then fields = { '*', queued } end
+  for tenant, length in pairs(counts) do
+    fields[#fields + 1], fields[#fields + 2] = tenant, length
+    store(MOST_FIELDS)
+  end
+  store(0)
 end
-if queued > 0 then fields = { '*', queued } end
-for tenant, count in pairs(counts) do
-  fields[#fields + 1], fields[#fields + 2] = tenant, count
-  store(MOST_FIELDS)
-end
-store(0)
+if redis.call('ZCARD', key_queue(model)) <= MOST_LANES then count() end
+local queued = tonumber(redis.call('HGET', key_queued(model), '*') or 0)
 
 local surplus = redis.call('ZCARD', key_tickets(model)) - queued
 local function drop(ticket)
