@@ -42,6 +42,12 @@ def poll_until(
     return value
 
 
+def with_site(folder: Path) -> dict[str, str]:
+    """The environment in which Python reads the `sitecustomize.py` of a folder at its start."""
+    path = [str(folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {"PYTHONPATH": os.pathsep.join(path)}
+
+
 class WorkerProcess:
     """`tenuto worker` as its own process: a supervisor with its child.
 

@@ -40,7 +40,7 @@ from bench.load_report import LoadRun  # noqa: E402
 from servers import RealServer  # noqa: E402
 from tenuto_client import Client, Keys  # noqa: E402
 from tiny_models import build_tiny_model  # noqa: E402
-from workers import WorkerProcess  # noqa: E402
+from workers import WorkerProcess, with_site  # noqa: E402
 
 MODEL = "bench"
 NAMESPACE = "tenuto:"
@@ -124,7 +124,7 @@ class Load:
 
     def _worker(self) -> WorkerProcess:
         environ = {
-            "PYTHONPATH": os.pathsep.join([str(HERE / "load_site"), *_python_path()]),
+            **with_site(HERE / "load_site"),
             "LOAD_STAMPS": str(self._stamps),
             "LOAD_STEP_MS": str(self._args.step_ms),
         }
@@ -220,10 +220,6 @@ class Load:
         for each in memory:
             pid = self._pids.get(each.what)
             each.samples.append(int(facts["used_memory"]) if pid is None else _resident(pid))
-
-
-def _python_path() -> list[str]:
-    return [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
 
 
 def _resident(pid: int) -> int:

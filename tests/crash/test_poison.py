@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from exact_runs import Case, Models, References, Scene, worker_of
 from tenuto_client import SyncClient, SyncJob
-from workers import WorkerProcess, poll_until
+from workers import WorkerProcess, poll_until, with_site
 
 SITE = Path(__file__).parent / "poison_site"
 SEED = 666
@@ -83,9 +82,8 @@ def test_a_poison_job_that_kills_supervisors_too_ends_failed_alone(
 
 
 def poisoned(token: int) -> Mapping[str, str]:
-    path = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
-        "PYTHONPATH": os.pathsep.join(path),
+        **with_site(SITE),
         "POISON_SEED": str(SEED),
         "POISON_TOKEN": str(token),
     }

@@ -10,7 +10,7 @@ import pytest
 
 from tenuto_client import SyncClient
 from tenuto_worker._deaths import LastWords, is_out_of_memory, oom_kills, say_last_words
-from workers import WorkerProcess, poll_until
+from workers import WorkerProcess, poll_until, with_site
 
 SITE = Path(__file__).parent / "broken_site"
 
@@ -41,7 +41,7 @@ def test_a_child_that_broke_says_why_and_its_jobs_go_on(
     tmp_path: Path,
 ) -> None:
     environ = {
-        "PYTHONPATH": str(SITE),
+        **with_site(SITE),
         "BROKEN": broken,
         "BROKEN_MARK": str(tmp_path / "mark"),
     }

@@ -17,7 +17,7 @@ from tenuto_client import SyncClient
 from tenuto_worker._health import Health, Stage
 from tenuto_worker._loads import Loads, note_of, was_asked_to_end
 from tenuto_worker._redis import Outage
-from workers import WorkerProcess, poll_until
+from workers import WorkerProcess, poll_until, with_site
 
 SITE = Path(__file__).parent / "killer_site"
 
@@ -63,7 +63,7 @@ def test_a_load_that_kills_the_process_keeps_no_other_model_from_being_served(
         tmp_path / "data",
         namespace=namespace,
         flags=("--model", f"killer={killer}"),
-        environ={"PYTHONPATH": f"{SITE}:{os.environ.get('PYTHONPATH', '')}"},
+        environ=with_site(SITE),
     ) as worker:
         worker.wait_for("child died")
         worker.wait_ready(timeout=30)

@@ -17,7 +17,7 @@ from exact_runs import Models, Past, worker_of
 from proxies import CutProxy
 from servers import RealServer
 from tenuto_client import Keys
-from workers import WorkerProcess
+from workers import WorkerProcess, with_site
 
 from .pool import SLOTS
 
@@ -136,7 +136,7 @@ class Stage:
 
     def _start(self, data_dir: Path, proxy: CutProxy, sign: Path) -> WorkerProcess:
         environ = {
-            "PYTHONPATH": str(SITE),
+            **with_site(SITE),
             "POISON_SEED": str(POISON_SEED),
             "POISON_TOKEN": "0",
             "DISK_IS_FULL": str(sign),
