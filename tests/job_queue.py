@@ -96,7 +96,7 @@ class JobQueue:
         asked: dict[str, Any] = {"model": self.model, "again": False} | _terms() | terms
         call = claim_call(**asked)
         left = self.scripts.run(call)
-        assert not isinstance(left, Claim)
+        assert isinstance(left, list)
         return left
 
     def take(self, **terms: Any) -> Claim:

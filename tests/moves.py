@@ -106,7 +106,7 @@ class Moves(JobScripts):
         return self.run(expire_call(limit))
 
     def sweep(self, limit: int = 100) -> list[str]:
-        return self.run(sweep_call(limit))
+        return [each.job_id for each in self.run(sweep_call(limit))]
 
     def mend_tickets(self, model: str) -> int:
         return self.run(mend_tickets_call(model))

@@ -102,7 +102,7 @@ class JobSpec:
         logprobs: how many likeliest tokens to report with each, 0 to 20. The chosen token's
             logprob is always there. `top_logprobs` is another name for it.
         logit_bias: token id -> what is added to its logit, -100 to 100.
-        repetition_penalty: divides the logit of a token seen lately; 1 is off.
+        repetition_penalty: divides the logit of a token seen lately, 0.01 to 100; 1 is off.
         presence_penalty: subtracted once from the logit of a token seen lately; 0 is off.
         frequency_penalty: the same, for each time it was seen.
         repetition_context_size: how many last tokens, prompt included, count as lately;
@@ -230,26 +230,91 @@ def unpack_spec(packed: bytes) -> JobSpec:
     """
     try:
         body = msgpack.unpackb(packed, use_list=False)
-    except (ValueError, msgpack.UnpackException) as error:
-        raise ProtocolError(f"a job's spec is not msgpack: {error}") from error
+    except (TypeError, ValueError, msgpack.UnpackException):
+        raise ProtocolError("spec: the job's is not msgpack") from None
     version = body.pop("v", None) if isinstance(body, dict) else None
     if version != SPEC_VERSION:
+        number = version if check.is_integer(version) else None
         raise ProtocolError(
-            f"a job's spec has version {version!r}, this reads {SPEC_VERSION}",
+            f"spec: the job's has version {number}, this reads {SPEC_VERSION}",
             hint="upgrade tenuto-client here",
         )
-    unknown = {str(key) for key in body} - {each.name for each in fields(JobSpec)}
+    unknown = [key for key in body if key not in _KINDS]
     if unknown:
+        # Whatever packed it may have taken a text for a name.
+        names = [key for key in unknown if isinstance(key, str) and _FIELD_NAME.fullmatch(key)]
+        shown = f": {', '.join(sorted(names))}" if names else ""
         raise ProtocolError(
-            f"a job's spec has unknown fields: {', '.join(sorted(unknown))}",
+            f"spec: the job's has {len(unknown)} unknown fields{shown}",
             hint="upgrade tenuto-client here",
         )
+    for name, value in body.items():
+        kind, is_one = _KINDS[name]
+        if not is_one(value):
+            what = type(value).__name__
+            raise ProtocolError(f"{name}: the job's spec has a {what} there that is not {kind}")
     try:
         body["logit_bias"] = dict(body.get("logit_bias", ()))
         body["metadata"] = json.loads(body.get("metadata", "{}"))
         return JobSpec(**body)
-    except (TypeError, ValueError) as error:
-        raise ProtocolError(f"a job's spec is damaged: {error}") from error
+    except (TypeError, ValueError, RecursionError):
+        missing = [name for name in ("model", "prompt") if name not in body]
+        name = missing[0] if missing else "metadata"
+        raise ProtocolError(f"{name}: the job's spec has none that can be read") from None
+
+
+_FIELD_NAME: Final = re.compile(r"[a-z][a-z_]{0,31}")
+_Kind = tuple[str, Callable[[Any], bool]]
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _are(is_one: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, tuple) and all(map(is_one, value))
+
+
+def _is_bias(pair: object) -> bool:
+    return isinstance(pair, tuple) and [*map(_is_number, pair)] == [True, True]
+
+
+def _is_message(value: object) -> bool:
+    return isinstance(value, dict) and all(_is_text(value.get(key)) for key in ("role", "content"))
+
+
+def _is_prompt(value: object) -> bool:
+    if isinstance(value, str):
+        return True
+    return bool(value) and (_are(check.is_integer)(value) or _are(_is_message)(value))
+
+
+_TEXT: Final[_Kind] = ("text", _is_text)
+_WHOLE: Final[_Kind] = ("a whole number", check.is_integer)
+_NUMBER: Final[_Kind] = ("a number", _is_number)
+_FLAG: Final[_Kind] = ("true or false", lambda value: isinstance(value, bool))
+_KINDS: Final[dict[str, _Kind]] = {
+    **dict.fromkeys(("model", "tenant", "idempotency_key", "metadata", "recovery"), _TEXT),
+    **dict.fromkeys(("max_tokens", "top_k", "seed", "logprobs", "priority"), _WHOLE),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "deadline"), _NUMBER),
+    **dict.fromkeys(("queue_ttl", "max_runtime", "repetition_penalty"), _NUMBER),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), _NUMBER),
+    **dict.fromkeys(("repetition_context_size", "presence_context_size"), _WHOLE),
+    "frequency_context_size": _WHOLE,
+    "raw": _FLAG,
+    "ignore_eos": _FLAG,
+    "traceparent": _TEXT,
+    "stop": ("a list of texts", _are(_is_text)),
+    "stop_token_ids": ("a list of token ids", _are(check.is_integer)),
+    "logit_bias": ("a list of pairs of numbers", _are(_is_bias)),
+    "retention": ("seconds", lambda value: value == FOREVER or _is_number(value)),
+    "prompt": ("text, messages or token ids", _is_prompt),
+}
+"""What workers take for the value of each field; its bounds are the engine's matter."""
 
 
 _TWO_MILLION: Final = 2_000_000
@@ -267,7 +332,7 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "logprobs": lambda name, value: _logprobs(name, value),
     "top_logprobs": lambda name, value: _logprobs(name, value),
     "logit_bias": lambda name, value: check.logit_bias(name, value, 4096),
-    "repetition_penalty": lambda name, value: check.above_zero(name, value, 100, "1 is off"),
+    "repetition_penalty": lambda name, value: check.number(name, value, 0.01, 100),
     "repetition_context_size": lambda name, value: check.integer(name, value, 1, _TWO_MILLION),
     "presence_penalty": lambda name, value: check.number(name, value, -100, 100),
     "presence_context_size": lambda name, value: check.integer(name, value, 1, _TWO_MILLION),

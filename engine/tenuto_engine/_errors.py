@@ -112,3 +112,13 @@ class CheckpointWriteError(_CheckpointFileError):
 
 class ResumeMismatch(EngineError):
     """A saved state does not belong to this model, prompt or seed."""
+
+
+def described(value: object) -> str:
+    """A value for a message: numbers as they are, of anything else only its type. It may be part of
+    a prompt, and messages are logged."""
+    if value is None or isinstance(value, bool | float):
+        return repr(value)
+    if isinstance(value, int):
+        return str(value) if value.bit_length() <= 128 else "a very large number"
+    return f"a {type(value).__name__}"

@@ -9,7 +9,7 @@ from numbers import Real
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from tenuto_engine._errors import InvalidOption
+from tenuto_engine._errors import InvalidOption, described
 from tenuto_engine._token import Token
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class GenerationOptions:
         ignore_eos: let the model's own end tokens pass as ordinary ones.
         logprobs: how many likeliest tokens to report with each token, 0 to 20.
         logit_bias: token id -> what is added to its logit.
-        repetition_penalty: divides the logit of a token seen lately; 1 is off.
+        repetition_penalty: divides the logit of a token seen lately; at least 0.01, 1 is off.
         presence_penalty, frequency_penalty: subtracted once, or per time seen; 0 is off.
         *_context_size: how many last tokens, prompt included, count as lately.
 
@@ -153,10 +153,10 @@ def _check_sampling(options: GenerationOptions) -> None:
 def _check_ends(options: GenerationOptions) -> None:
     for stop in options.stop:
         if not _is_text(stop) or not stop:
-            raise InvalidOption("stop", f"{stop!r} is not a non-empty string")
+            raise InvalidOption("stop", f"{described(stop)} is not a non-empty string")
     for token in options.stop_token_ids:
         if not _is_integer(token) or token < 0:
-            raise InvalidOption("stop_token_ids", f"{token!r} is not a token id")
+            raise InvalidOption("stop_token_ids", f"{described(token)} is not a token id")
     if not isinstance(options.ignore_eos, bool):
         raise InvalidOption("ignore_eos", "must be true or false")
 
@@ -164,12 +164,14 @@ def _check_ends(options: GenerationOptions) -> None:
 def _check_penalties(options: GenerationOptions) -> None:
     for token, bias in options.logit_bias.items():
         if not _is_integer(token) or token < 0:
-            raise InvalidOption("logit_bias", f"{token!r} is not a token id")
+            raise InvalidOption("logit_bias", f"{described(token)} is not a token id")
         if not _is_finite(bias):
-            raise InvalidOption("logit_bias", f"the bias of token {token} is {bias!r}")
+            raise InvalidOption("logit_bias", f"the bias of token {token} is {described(bias)}")
     _number(options, "repetition_penalty", 0.0, None)
     if options.repetition_penalty == 0:
         raise InvalidOption("repetition_penalty", "must be above 0", hint="1 is off")
+    # What is divided by less overflows.
+    _number(options, "repetition_penalty", 0.01, None)
     _number(options, "presence_penalty", None, None)
     _number(options, "frequency_penalty", None, None)
     for name in ("repetition", "presence", "frequency"):
@@ -238,14 +240,14 @@ def _is_finite(value: object) -> bool:
 def _integer(options: GenerationOptions, name: str, low: int | None, high: int | None) -> None:
     value = getattr(options, name)
     if not _is_integer(value):
-        raise InvalidOption(name, f"must be a whole number, is {value!r}")
+        raise InvalidOption(name, f"must be a whole number, is {described(value)}")
     _within(name, value, low, high)
 
 
 def _number(options: GenerationOptions, name: str, low: float | None, high: float | None) -> None:
     value = getattr(options, name)
     if not _is_finite(value):
-        raise InvalidOption(name, f"must be a finite number, is {value!r}")
+        raise InvalidOption(name, f"must be a finite number, is {described(value)}")
     _within(name, value, low, high)
 
 

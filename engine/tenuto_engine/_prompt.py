@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ids
 from typing import Any, cast
 
-from tenuto_engine._errors import PromptError
+from tenuto_engine._errors import PromptError, described
 from tenuto_engine._model import LoadedModel
 from tenuto_engine._template import render
 
@@ -57,7 +57,7 @@ def check_ids(ids: Ids[int], vocab_size: int) -> list[int]:
         raise PromptError("the prompt is empty", hint="give at least one token")
     for position, token in enumerate(ids):
         if not _is_integer(token):
-            raise PromptError(f"prompt[{position}] is {token!r}, not a token id")
+            raise PromptError(f"prompt[{position}] is {described(token)}, not a token id")
         if not 0 <= token < vocab_size:
             raise PromptError(f"prompt[{position}]: token id {token} is not in 0..{vocab_size - 1}")
     return list(ids)
@@ -100,12 +100,25 @@ def _encode_messages(loaded: LoadedModel, messages: Ids[Mapping[str, Any]]) -> l
     template = cast(Callable[..., list[int]], loaded.tokenizer.apply_chat_template)
     try:
         return list(template(checked, add_generation_prompt=True))
-    except Exception as error:
-        raise PromptError(f"the chat template refused the messages: {error}") from error
+    except Exception as error:  # noqa: BLE001 - a template may raise anything
+        raise _refused(checked, error) from None
 
 
 def _render(loaded: LoadedModel, messages: list[dict[str, Any]]) -> str:
     try:
         return render(loaded.tokenizer, messages)
-    except Exception as error:
-        raise PromptError(f"the chat template refused the messages: {error}") from error
+    except Exception as error:  # noqa: BLE001 - a template may raise anything
+        raise _refused(messages, error) from None
+
+
+def _refused(messages: Ids[Mapping[str, Any]], error: Exception) -> PromptError:
+    """The template may quote what it refuses, and users' texts are in no error."""
+    quotes = any(part in str(error) for part in _texts(messages))
+    why = type(error).__name__ if quotes else str(error)
+    return PromptError(f"the chat template refused the messages: {why}")
+
+
+def _texts(messages: Ids[Mapping[str, Any]]) -> list[str]:
+    """What users wrote in messages, but for words so short that they stand anywhere."""
+    parts = [str(part) for message in messages for part in message.values()]
+    return [part for part in parts if len(part) >= 8 and part != "assistant"]

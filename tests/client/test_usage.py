@@ -9,7 +9,15 @@ import pytest
 
 from raw_worker import RawWorker
 from servers import RealServer
-from tenuto_client import Client, Keys, Token, pack_tokens
+from tenuto_client import (
+    Client,
+    Keys,
+    LimitExceeded,
+    Token,
+    pack_tokens,
+    script_source,
+    ticket_payload,
+)
 
 JOBS = 40
 TEXTS = (" the", " generation", "é", "", ".\n\n", "    ", " Zürich", " of", " a", "日本")
@@ -70,3 +78,27 @@ def _run_all(worker: RawWorker, tokens: list[Token], pack: int) -> None:
             part = tokens[at : at + pack]
             attempt.call("publish", 0, part[0].index, part[-1].index, pack_tokens(part))
         attempt.finish()
+
+
+async def test_what_cancels_and_resumes_leave_in_a_stream_is_accounted() -> None:
+    with RealServer(appendfsync="no", appendonly="no") as server, server.client() as raw:
+        worker = RawWorker(raw, "tenuto:")
+        worker.announce()
+        keys = Keys()
+        async with Client(server.url) as client:
+            job = await client.submit("m", "hi", max_tokens=5)
+
+            def cycle(script: str) -> None:
+                source = script_source("tenuto_client", script)
+                raw.execute_command("EVAL", source, 0, keys.namespace, ticket_payload(0), job.id)
+
+            for _ in range(300):
+                cycle("cancel")
+                cycle("resume")
+            asked: Any = raw
+            accounted = int(asked.hget(keys.usage(), "bytes"))
+            assert accounted > asked.memory_usage(keys.stream(job.id))
+            assert accounted == int(asked.hget(keys.job(job.id), "held"))
+            await client.set_limits({"max_stream_memory": accounted})
+            with pytest.raises(LimitExceeded, match="max_stream_memory"):
+                await client.submit("m", "hi", max_tokens=5)

@@ -188,6 +188,7 @@ class Turns(RuleBasedStateMachine):
                 self._publish(job, answer.fence, tokens)
         else:
             assert job is None
+            assert isinstance(answer, list)
             assert {(left.job_id, left.why) for left in answer} == passed
         self.book.line_up()
         return job is not None

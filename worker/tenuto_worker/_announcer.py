@@ -192,7 +192,7 @@ def _known(packed: Mapping[bytes, bytes]) -> list[WorkerInfo]:
     workers = []
     for name, value in packed.items():
         try:
-            workers.append(unpack_worker(name.decode(), value))
+            workers.append(unpack_worker(name.decode(errors="backslashreplace"), value))
         except ProtocolError:
             continue
     return workers

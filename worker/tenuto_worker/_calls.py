@@ -66,6 +66,32 @@ class Claim:
 
 
 @dataclass(frozen=True, slots=True)
+class Aside:
+    """A job of the queue with which no step can be taken: somebody else wrote into Redis.
+
+    Attributes:
+        state: what it is in now; `gone` where only entries of it were there.
+        why: the field, and what is wrong with it.
+    """
+
+    job_id: str
+    state: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """A job that was taken, and that cannot be read: `why` names the field."""
+
+    fence: Fence
+    why: str
+
+
+Taken = Claim | Unreadable | Aside
+"""What a claim came upon, where there was something."""
+
+
+@dataclass(frozen=True, slots=True)
 class Bound:
     """What an attempt goes by: the prompt's ids, packed and counted, the geometry, packed, with its
     fingerprint, and the id of the data dir where its checkpoints are (`reach`)."""
@@ -152,10 +178,20 @@ class Renewed:
 
 @dataclass(frozen=True, slots=True)
 class Reaped:
-    """Answer to a reap: `alive` or the state of the job, and the worker that has or had it."""
+    """Answer to a reap: `alive` or the state of the job, the worker that has or had it, and what
+    was wrong with the job, if it was put aside."""
 
     state: str
     worker: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """A job that ended in the queue, as its time was over, or of what was wrong with it."""
+
+    job_id: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,9 +227,9 @@ def claim_call(
     alone: bool = False,
     room_alone: int | None = None,
     memory_wait_s: float = 30.0,
-) -> Call[Claim | list[Left]]:
+) -> Call[Taken | list[Left]]:
     """Take the best queued job of a model. Where there is none for this worker, the answer is
-    those that it has to leave to others.
+    those that it has to leave to others. What is no job any more is put aside, one a call.
 
     `again` says that a call with this nonce was made before and its answer lost. Jobs that are
     known to have a longer prompt than `max_prompt`, want more than `max_tokens`, or both together
@@ -329,8 +365,8 @@ def release_call(fence: Fence, reason: str, error: str = "", *, durable: int) ->
     return Call("release", (*_fence(fence), durable, reason, error), _word)
 
 
-def reap_call(job_id: str) -> Call[Reaped]:
-    """Requeue a running job without a lease."""
+def reap_call(job_id: str | bytes) -> Call[Reaped]:
+    """Requeue a running job without a lease; bytes are an id that is none."""
     return Call("reap", (job_id,), _reaped)
 
 
@@ -353,9 +389,9 @@ def expire_call(limit: int = 100) -> Call[list[str]]:
     return Call("expire", (limit,), _ids)
 
 
-def sweep_call(limit: int = 100) -> Call[list[str]]:
-    """End queued jobs whose deadline or queue_ttl has passed; answers their ids."""
-    return Call("sweep", (limit,), _ids)
+def sweep_call(limit: int = 100) -> Call[list[Swept]]:
+    """End queued jobs whose deadline or queue_ttl has passed."""
+    return Call("sweep", (limit,), _swept)
 
 
 def recover_call(*arguments: Argument) -> Call[str]:
@@ -376,8 +412,17 @@ def _word(reply: bytes) -> str:
     return reply.decode()
 
 
+def _shown(text: bytes) -> str:
+    """What somebody else may have written: it may be anything, and is only shown or compared."""
+    return text.decode(errors="backslashreplace")
+
+
 def _ids(reply: list[bytes]) -> list[str]:
-    return [each.decode() for each in reply]
+    return [_shown(each) for each in reply]
+
+
+def _swept(reply: list[bytes]) -> list[Swept]:
+    return [Swept(*map(_shown, each)) for each in zip(reply[::2], reply[1::2], strict=True)]
 
 
 def _head(reply: list[Any]) -> Head | None:
@@ -403,47 +448,68 @@ def _depth(reply: list[Any]) -> Depth:
 
 
 def _reaped(reply: list[bytes]) -> Reaped:
-    state, worker = reply
-    return Reaped(state.decode(), worker.decode())
+    state, worker, why = map(_shown, reply)
+    return Reaped(state, worker, why)
 
 
-def _claim(reply: list[Any]) -> Claim | list[Left]:
+def _claim(reply: list[Any]) -> Taken | list[Left]:
     word, *rest = reply or [b"left"]
     if word == b"left":
         triples = zip(rest[::3], rest[1::3], rest[2::3], strict=True)
-        return [Left(job.decode(), float(wait), why.decode()) for job, wait, why in triples]
+        return [Left(_shown(job), float(wait), why.decode()) for job, wait, why in triples]
+    if word == b"aside":
+        return Aside(*map(_shown, rest))
     namespace, heirs, values = rest
     fields = dict(zip(values[::2], values[1::2], strict=True))
+    # What the fence is made of, and all numbers, the script has looked at.
+    fence = Fence(fields[b"id"].decode(), int(fields[b"epoch"]), fields[b"nonce"].decode())
 
-    def text(name: bytes) -> str | None:
-        value = fields.get(name)
-        return None if value is None else value.decode()
+    def needed(name: str) -> bytes:
+        value: bytes | None = fields.get(name.encode())
+        if value is None:
+            raise _BadField(f"{name}: is missing in the job's hash")
+        return value
+
+    def text(name: str) -> str | None:
+        try:
+            return needed(name).decode() if name.encode() in fields else None
+        except UnicodeDecodeError:
+            raise _BadField(f"{name}: is not UTF-8 in the job's hash") from None
 
     def before_claim(name: bytes) -> float:
         return max(0.0, float(fields[b"claimed_at"]) - float(fields[name]))
 
-    return Claim(
-        fence=Fence(fields[b"id"].decode(), int(fields[b"epoch"]), fields[b"nonce"].decode()),
-        model=fields[b"model"].decode(),
-        spec=fields[b"spec"],
-        tokens=int(fields[b"tokens"]),
-        prompt_ids=fields.get(b"prompt_ids"),
-        fingerprint=text(b"fingerprint"),
-        geometry=fields.get(b"geometry"),
-        exactness=fields[b"exactness"].decode(),
-        exactness_reason=text(b"exactness_reason"),
-        attempts=int(fields[b"attempts"]),
-        durable=int(fields[b"durable"]),
-        namespace=namespace.decode(),
-        heirs=frozenset(heir.decode() for heir in heirs),
-        record={name: fields[name.encode()] for name in RECORDED if name.encode() in fields},
-        waited=before_claim(b"queued_at"),
-        age=before_claim(b"created_at"),
-        traceparent=text(b"traceparent"),
-        suspect=b"suspect" in fields,
-        priority=int(fields[b"priority"]),
-        preemptions=int(fields.get(b"preemptions", 0)),
-    )
+    try:
+        for name in ("spec", "exactness", "model", "metadata", "v"):
+            needed(name)
+        return Claim(
+            fence=fence,
+            model=text("model") or "",
+            spec=fields[b"spec"],
+            tokens=int(fields[b"tokens"]),
+            prompt_ids=fields.get(b"prompt_ids"),
+            fingerprint=text("fingerprint"),
+            geometry=fields.get(b"geometry"),
+            exactness=text("exactness") or "",
+            exactness_reason=text("exactness_reason"),
+            attempts=int(fields[b"attempts"]),
+            durable=int(fields[b"durable"]),
+            namespace=_shown(namespace),
+            heirs=frozenset(map(_shown, heirs)),
+            record={name: fields[name.encode()] for name in RECORDED if name.encode() in fields},
+            waited=before_claim(b"queued_at"),
+            age=before_claim(b"created_at"),
+            traceparent=text("traceparent"),
+            suspect=b"suspect" in fields,
+            priority=int(fields[b"priority"]),
+            preemptions=int(fields.get(b"preemptions", 0)),
+        )
+    except _BadField as error:
+        return Unreadable(fence, str(error))
+
+
+class _BadField(Exception):
+    """A field of a job's hash cannot be read; the message names it."""
 
 
 def _limits(*most: int | None) -> tuple[int, ...]:

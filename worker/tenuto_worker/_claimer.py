@@ -13,12 +13,15 @@ from typing import Final, TypedDict
 
 from . import _metrics as metrics
 from ._calls import (
+    Aside,
     Call,
-    Claim,
     Head,
     Left,
+    Taken,
+    Unreadable,
     Yield,
     claim_call,
+    finish_call,
     head_call,
     preempt_call,
     suspect_call,
@@ -228,13 +231,20 @@ class Claimer:
         }
 
     def claim_one(self, model: str) -> bool:
-        """Claim the best job of a model and pass it on; whether there was one."""
+        """Claim the best job of a model and pass it on; whether there was one, or what was none
+        was put out of the way."""
         claim = self._claim(model)
         if claim is None:
             return False
-        if not isinstance(claim, Claim):
+        if isinstance(claim, list):
             self._tell_left(model, claim)
             return False
+        if isinstance(claim, Aside):
+            log = get_log(job=claim.job_id)
+            log.warning("job put aside", model=model, state=claim.state, why=claim.why)
+            return True
+        if isinstance(claim, Unreadable):
+            return self._fail(model, claim)
         self._left.pop(model, None)
         run = Run(claim)
         run.log.info("job claimed", model=model, attempt=claim.attempts, tokens=claim.tokens)
@@ -243,6 +253,18 @@ class Claimer:
         self._runs.add(run)
         self._yielding.claimed()
         self._on_claim(run)
+        return True
+
+    def _fail(self, model: str, job: Unreadable) -> bool:
+        """End a job that cannot be read. Where Redis is away meanwhile, its lease runs out."""
+        fail = finish_call(job.fence, durable=0, state="failed", error=job.why)
+        try:
+            self._outage.attempt(partial(self._scripts.run, fail))
+        except RedisAway:
+            return False
+        log = get_log(job=job.fence.job_id)
+        log.warning("job put aside", model=model, state="failed", why=job.why)
+        metrics.ended.labels(model, "failed").inc()
         return True
 
     def _tell_left(self, model: str, left: list[Left]) -> None:
@@ -259,7 +281,7 @@ class Claimer:
                     why=_WHY_LEFT[job.why],
                 )
 
-    def _claim(self, model: str) -> Claim | list[Left] | None:
+    def _claim(self, model: str) -> Taken | list[Left] | None:
         """Ask until Redis answers; None at a stop. A claim may have happened though its answer
         was lost."""
         nonce = secrets.token_hex(8)
@@ -274,7 +296,7 @@ class Claimer:
             again = True
             time.sleep(backoff.pause())
 
-    def _ask(self, model: str, nonce: str, *, again: bool) -> Claim | list[Left]:
+    def _ask(self, model: str, nonce: str, *, again: bool) -> Taken | list[Left]:
         call = claim_call(
             model,
             holder=self._holder,

@@ -22,10 +22,10 @@ from ._calls import expire_call, mend_tickets_call, reap_call, sweep_call
 from ._collector import Collector
 from ._errors import RedisAway
 from ._logging import get_log
-from ._redis import Outage, uptime
+from ._redis import Outage, is_outage, uptime
 from ._scripts import JobScripts
 from ._settings import WorkerSettings
-from ._take_back import take_back_job
+from ._take_back import id_of, take_back_job
 
 _EXPIRE_S = 1.0
 
@@ -87,6 +87,7 @@ class Housekeeper:
         self._announce = announce
         self._is_dead = is_dead
         self._log = get_log()
+        self._told: set[str] = set()
         self._contact = Contact(settings.lease_seconds, max(3.0, settings.lease_seconds))
         self._due = {self.chores: 0.0, collector.collect: time.monotonic() + settings.gc_seconds}
         self._every = {self.chores: settings.chores_seconds, collector.collect: settings.gc_seconds}
@@ -125,26 +126,45 @@ class Housekeeper:
             # Nor could ours, in an outage so short that it fell between two of our rounds.
             self._contact.broke()
         self._contact.answered(answered)
-        jobs = [job.decode() for job in _list(running)]
+        ids = _list(running)
+        jobs = [job for each in ids if (job := id_of(each)) is not None]
         self._take_back(jobs)
-        if not jobs or not self._may_reap():
+        if not ids or not self._may_reap():
             return
-        for job, found in zip(jobs, self._scripts.run_all([*map(reap_call, jobs)]), strict=True):
+        calls = [reap_call(each) for each in ids]
+        answers = self._scripts.run_each(calls)
+        for each, found in zip(ids, answers, strict=True):
+            job = each.decode(errors="backslashreplace")
+            if isinstance(found, Exception):
+                self._tell_once(job, found)
+            elif found.why:
+                self._log.warning("job put aside", job=job, state=found.state, why=found.why)
             # A completed one has only ended since it was listed.
-            if found.state not in ("alive", "completed", "gone"):
+            elif found.state not in ("alive", "completed", "gone"):
                 metrics.reaped.inc()
                 self._log.warning("job reaped", job=job, state=found.state, lost_by=found.worker)
+
+    def _tell_once(self, job: str, error: Exception) -> None:
+        if job not in self._told:
+            self._told.add(job)
+            self._log.error("job not reaped", job=job, error=str(error))
 
     def _take_back(self, jobs: list[str]) -> None:
         """Hand on at once what workers had that are known to be dead."""
         with self._client.pipeline(transaction=False) as pipe:
             for job in jobs:
                 pipe.hget(self._keys.job(job), "worker")
-            holders = [holder.decode() if holder else "" for holder in _list(pipe.execute())]
+            answers: list[Any] = pipe.execute(raise_on_error=False)
+            holders = [(id_of(each) if isinstance(each, bytes) else None) or "" for each in answers]
         for name in {*holders} - {""}:
             with self._is_dead(name) as dead:
                 for job in jobs if dead else ():
-                    take_back_job(self._scripts, job, name)
+                    try:
+                        take_back_job(self._scripts, job, name)
+                    except redis.ResponseError as error:
+                        if is_outage(error):
+                            raise
+                        self._tell_once(job, error)
 
     def _may_reap(self) -> bool:
         if not self._contact.is_long_enough(time.monotonic()):
@@ -154,20 +174,25 @@ class Housekeeper:
     # -- chores ------------------------------------------------------------------------
 
     def chores(self) -> None:
-        """Announce this worker, mend tickets, end jobs that waited too long, expire ended ones."""
+        """Expire ended jobs, end those that waited too long, announce this worker, mend tickets."""
+        # A server without memory refuses all that comes after these two.
+        self._expire()
+        self._sweep()
         self._announce()
         for model in self._settings.models:
             if mended := self._scripts.run(mend_tickets_call(model)):
                 # Nothing went wrong: the ticket of a job that nobody may claim yet is used up.
                 self._log.debug("tickets mended", model=model, count=mended)
-        self._sweep()
-        self._expire()
 
     def _sweep(self) -> None:
         end = time.monotonic() + _EXPIRE_S
         while ended := self._scripts.run(sweep_call()):
-            for job in ended:
-                self._log.info("job waited too long", job=job)
+            for each in ended:
+                if each.why:
+                    log = get_log(job=each.job_id)
+                    log.warning("job put aside", why=each.why)
+                else:
+                    self._log.info("job waited too long", job=each.job_id)
             if time.monotonic() >= end:
                 break
 

@@ -125,7 +125,7 @@ class Judge:
             pipe.sismember(self._keys.collectable(), f"{namespace}@{self._reach}")
             self._ask(pipe, folder)
             current, is_collectable, state, removed = pipe.execute()
-        is_ours = current is not None and current.decode() == namespace
+        is_ours = current is not None and current == namespace.encode()
         if not (is_ours or is_collectable) or self._is_running(folder.job_id):
             return Worth.EVERYTHING
         return _worth_of(folder, state, removed)

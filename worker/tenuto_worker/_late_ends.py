@@ -21,6 +21,7 @@ from ._checkpoints import engine_tokens
 from ._judge import Folder, Judge, Worth
 from ._logging import get_log
 from ._meta import JobMeta, UnknownMeta
+from ._redis import is_outage
 from ._remains import files_of
 
 _QUIET_S = 60.0
@@ -60,8 +61,15 @@ class LateEnds:
         values: Any = self._client.hmget(self._keys.job(folder.job_id), _FIELDS)
         if values[0] not in _OVER or self._judge.worth(folder) is Worth.EVERYTHING:
             return False
+        if None in values or not values[1].isdigit():
+            get_log(job=folder.job_id).warning("end not noted", error="the job's hash is damaged")
+            return True
         try:
             self._note(read_job(folder.path), *values)
+        except redis.ResponseError as error:
+            if is_outage(error):
+                raise
+            get_log(job=folder.job_id).warning("end not noted", error=str(error))
         except (CheckpointError, ProtocolError, UnknownMeta) as error:
             get_log(job=folder.job_id).warning("end not noted", error=str(error))
         return True

@@ -65,7 +65,7 @@ class LeaseKeeper:
             return True
         try:
             answers = self._outage.attempt(
-                lambda: self._scripts.run_all([self._call(run) for run in runs])
+                lambda: self._scripts.run_each([self._call(run) for run in runs])
             )
         except RedisAway:
             return False
@@ -98,8 +98,11 @@ class LeaseKeeper:
             checkpoint_error=run.checkpoint_error,
         )
 
-    def _take(self, run: Run, answer: Renewed) -> None:
-        if answer.fenced:
+    def _take(self, run: Run, answer: Renewed | Exception) -> None:
+        if isinstance(answer, Exception):
+            run.log.error("job cannot be renewed", error=str(answer))
+            why = Stop.FENCED
+        elif answer.fenced:
             why = Stop.FENCED
         elif answer.deadline_passed:
             why = Stop.DEADLINE

@@ -17,8 +17,6 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import msgpack
-
 from tenuto_client import ProtocolError, unpack_spec
 from tenuto_client._findings import size
 
@@ -27,7 +25,7 @@ from ._errors import ConfigError
 from ._hosted import Hosted, ModelState
 from ._loads import Loads
 from ._logging import get_log
-from ._run import End, EndKind, Run, Runs, end_of
+from ._run import End, EndKind, Run, Runs, end_of, stored_ids
 from ._settings import WorkerSettings
 
 if TYPE_CHECKING:
@@ -465,10 +463,9 @@ def known_tokens(run: Run) -> int:
     was ever tokenized, and of the longest answer."""
     try:
         spec = unpack_spec(run.claim.spec)
+        if run.claim.prompt_ids is not None:
+            return len(stored_ids(run.claim.prompt_ids)) + spec.max_tokens
     except ProtocolError:
         # The preparer says what is wrong with it.
         return 0
-    ids = run.claim.prompt_ids
-    if ids is not None:
-        return len(msgpack.unpackb(ids)) + spec.max_tokens
     return spec.least_prompt_tokens + spec.max_tokens

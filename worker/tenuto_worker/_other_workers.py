@@ -50,7 +50,7 @@ class OtherWorkers:
         living = []
         for name, packed in found.items():
             try:
-                info = unpack_worker(name.decode(), packed)
+                info = unpack_worker(name.decode(errors="backslashreplace"), packed)
             except ProtocolError:
                 continue
             if info.name != self._me and now - info.seen_at <= ALIVE_S:

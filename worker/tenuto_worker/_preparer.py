@@ -31,7 +31,7 @@ from ._job_limits import JobLimits
 from ._models import Admission
 from ._other_workers import OtherWorkers
 from ._redis import Patience
-from ._run import End, EndKind, Phase, Run, Stop, end_of
+from ._run import End, EndKind, Phase, Run, Stop, end_of, stored_ids
 from ._scripts import JobScripts
 from ._settings import WorkerSettings
 
@@ -187,6 +187,8 @@ class Preparer:
 
     def _plan(self, run: Run) -> Plan:
         spec = unpack_spec(run.claim.spec)
+        if spec.seed is None:
+            raise BadJob("seed: the job's spec has none")
         engine = self._engine_of(run.model)
         published = self._read_stream(run)
         options = options_of(spec, self._settings)
@@ -296,7 +298,11 @@ class Preparer:
         tokens: list[Token] = []
         start = "-"
         while len(tokens) < run.claim.tokens:
-            page = self._wait(run, lambda start=start: self._page(run, start))  # type: ignore[misc]
+            try:
+                page = self._wait(run, lambda start=start: self._page(run, start))  # type: ignore[misc]
+            except redis.ResponseError as error:
+                # What a later call may mend was waited for.
+                raise BadJob(f"stream: cannot be read: {error}") from error
             if not page:
                 break
             for entry_id, fields in page:
@@ -343,10 +349,11 @@ def prompt_ids(run: Run, spec: JobSpec, engine: Engine) -> list[int]:
     """The ids that an earlier claim stored, or those of the spec's prompt.
 
     Raises:
+        ProtocolError: what is stored is none.
         PromptError: the prompt is empty, or the model cannot take it.
     """
     if run.claim.prompt_ids is not None:
-        return list(msgpack.unpackb(run.claim.prompt_ids))
+        return engine.encode_prompt(stored_ids(run.claim.prompt_ids))
     return engine.encode_prompt(spec.prompt, raw=spec.raw)
 
 
@@ -439,7 +446,7 @@ def judge_geometry(run: Run, geometry: Geometry) -> None:
         return
     try:
         other = type(geometry).from_dict(msgpack.unpackb(claim.geometry or b"\x80"))
-    except (KeyError, TypeError):
+    except (AttributeError, KeyError, TypeError, ValueError, msgpack.UnpackException):
         run.relabel("geometry changed: it was described by another version")
     else:
         run.relabel(f"geometry changed: {', '.join(geometry.differences(other))}")

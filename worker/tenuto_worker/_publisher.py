@@ -172,15 +172,25 @@ class Publisher:
         began = time.monotonic()
         try:
             answers = self._outage.attempt(
-                lambda: self._scripts.run_all([item.call for item in items])
+                lambda: self._scripts.run_each([item.call for item in items])
             )
         except RedisAway:
             return False
         metrics.publish_seconds.observe(time.monotonic() - began)
         self._backoff.reset()
         for item, answer in zip(items, answers, strict=True):
-            item.take(item.run, answer)
+            if isinstance(answer, Exception):
+                self._give_up(item.run, answer)
+            else:
+                item.take(item.run, answer)
         return True
+
+    def _give_up(self, run: Run, error: Exception) -> None:
+        """What Redis has of the job lets nothing be written. Its lease runs out, and whoever reaps
+        it counts that; the others go on."""
+        if not run.fenced:
+            run.log.error("job cannot be written to", error=str(error))
+        self._fence(run)
 
     def _wait_for_redis(self, items: list[_Item]) -> None:
         for item in items:

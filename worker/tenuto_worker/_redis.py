@@ -100,7 +100,7 @@ def reach(client: redis.Redis, url: str) -> None:
 def namespace_id(client: redis.Redis, keys: Keys, drawn: str) -> str:
     """The id of this data set; `drawn` becomes it where there is none yet."""
     found: Any = client.set(keys.namespace_id(), drawn, nx=True, get=True)
-    return drawn if found is None else bytes(found).decode()
+    return drawn if found is None else bytes(found).decode(errors="backslashreplace")
 
 
 def uptime(client: redis.Redis) -> float:

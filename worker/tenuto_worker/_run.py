@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum
 from typing import TYPE_CHECKING
 
-from tenuto_client import Token
+import msgpack
+
+from tenuto_client import ProtocolError, Token
 
 from . import _metrics as metrics
 from ._calls import Bound, Claim, Fence
@@ -299,6 +301,21 @@ class Runs:
         """Whether no run was left before the time was over."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._runs, timeout)
+
+
+def stored_ids(packed: bytes) -> list[int]:
+    """The prompt's ids, as an earlier claim stored them in the job's hash.
+
+    Raises:
+        ProtocolError: they are none; whether the model has them is another question.
+    """
+    try:
+        ids = msgpack.unpackb(packed)
+    except (TypeError, ValueError, msgpack.UnpackException) as error:
+        raise ProtocolError("prompt_ids: what is stored is not msgpack") from error
+    if not isinstance(ids, list) or not ids or not all(type(each) is int for each in ids):
+        raise ProtocolError("prompt_ids: what is stored is no list of token ids")
+    return ids
 
 
 def _end_span(run: Run) -> None:

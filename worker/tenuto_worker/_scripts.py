@@ -15,6 +15,7 @@ from redis.exceptions import NoScriptError
 from tenuto_client import Keys, script_source, ticket_payload
 
 from ._calls import Call, T
+from ._redis import is_outage
 
 _NAMES = (
     "claim",
@@ -57,6 +58,14 @@ class JobScripts:
         Raises the first error among the answers, after all were run: each of these scripts may be
         run again when its answer was lost.
         """
+        answers = self.run_each(calls)
+        for answer in answers:
+            if isinstance(answer, Exception):
+                raise answer
+        return cast(list[T], answers)
+
+    def run_each(self, calls: Sequence[Call[T]]) -> list[T | Exception]:
+        """As `run_all`, with an error that only one call has in the place of its answer."""
         replies: list[Any] = self._send(calls)
         # A server that was restarted, or replaced by another, knows no scripts.
         missing = [n for n, reply in enumerate(replies) if isinstance(reply, NoScriptError)]
@@ -65,9 +74,13 @@ class JobScripts:
             for n, reply in zip(missing, self._send([calls[n] for n in missing]), strict=True):
                 replies[n] = reply
         for reply in replies:
-            if isinstance(reply, Exception):
+            if isinstance(reply, Exception) and is_outage(reply):
                 raise reply
-        return [call.read(reply) for call, reply in zip(calls, replies, strict=True)]
+        answers: list[T | Exception] = []
+        for call, reply in zip(calls, replies, strict=True):
+            answer = _read(call, reply)
+            answers.append(answer)
+        return answers
 
     def _send(self, calls: Sequence[Call[T]]) -> list[Any]:
         payload = ticket_payload(int(time.time() * 1000))
@@ -81,3 +94,12 @@ class JobScripts:
     def _load(self, names: set[str]) -> None:
         for name in names:
             self._client.script_load(self._scripts[name].script)
+
+
+def _read(call: Call[T], reply: Any) -> T | Exception:
+    if isinstance(reply, Exception):
+        return reply
+    try:
+        return call.read(reply)
+    except (TypeError, ValueError, KeyError) as error:
+        return error

@@ -35,12 +35,26 @@ def take_back(
     def patiently(call: Any) -> Any:
         return patience(call, until=lambda: False, beat=lambda: None)
 
-    running = [job.decode() for job in patiently(partial(client.zrange, keys.running(), 0, -1))]
-    return [
-        job
-        for job in running
-        if patiently(partial(take_back_job, scripts, job, holder, crashed=crashed))
-    ]
+    running = map(id_of, patiently(partial(client.zrange, keys.running(), 0, -1)))
+    taken = []
+    for job in running:
+        if job is None:
+            continue
+        try:
+            if patiently(partial(take_back_job, scripts, job, holder, crashed=crashed)):
+                taken.append(job)
+        except redis.ResponseError as error:
+            # One job's trouble, which the reaper will have as well; the others are taken back.
+            get_log(job=job).error("job not taken back", error=str(error))
+    return taken
+
+
+def id_of(found: bytes) -> str | None:
+    """An id or a name as text; None for what cannot be one, which the reaper puts aside."""
+    try:
+        return found.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def take_back_job(scripts: JobScripts, job_id: str, holder: str, *, crashed: bool = False) -> bool:

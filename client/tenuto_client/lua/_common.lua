@@ -27,10 +27,33 @@ end
 
 local function stamp() return string.format('%.3f', now()) end
 
-local function get(id, field) return redis.call('HGET', key_job(id), field) end
+-- Fields of a job's hash. A key of another type has none, as one that is not there.
+local function read(id, ...)
+  local found = redis.pcall('HMGET', key_job(id), ...)
+  return unpack(found.err and {} or found)
+end
+
+local function get(id, field) return (read(id, field)) or false end
+
+-- A number as it stands in Redis; nil for anything else. (`tonumber` takes nan, inf and hexadecimal numbers as well.)
+local function number(text)
+  local value = text and not string.find(text, '[^%d.e+-]') and tonumber(text)
+  return value and math.abs(value) < 1e16 and value or nil
+end
 
 local function is_over(state)
   return state == 'completed' or state == 'failed' or state == 'cancelled'
+end
+
+-- What a written entry takes: listpacks and allocator add to the payload.
+local function entry_bytes(payload) return payload + math.floor(payload / 32) + ENTRY_BYTES end
+
+-- Append an entry to a job's stream. False where that cannot be: it is no stream, or one that has gone further.
+local function append(id, entry, field, payload)
+  local added = redis.pcall('XADD', key_stream(id), entry, field, payload)
+  if type(added) ~= 'table' or not added.err then return true end
+  if string.find(added.err, 'WRONGTYPE') or string.find(added.err, 'equal or smaller') then return false end
+  return redis.call('XADD', key_stream(id), entry, field, payload) and true
 end
 
 -- Append an event under the next id after the last published token.
@@ -40,7 +63,18 @@ local function emit(id, event)
   local n = redis.call('HINCRBY', job, 'events', 1)
   event.v = 1
   event.at = now()
-  redis.call('XADD', key_stream(id), tokens .. '-' .. n, 'e', cmsgpack.pack(event))
+  local packed = cmsgpack.pack(event)
+  redis.call('HINCRBY', job, 'told', entry_bytes(#packed))
+  if append(id, tokens .. '-' .. n, 'e', packed) then return end
+  -- The stream is not ours any more; whoever follows the job is to see its end all the same.
+  local last = redis.pcall('XREVRANGE', key_stream(id), '+', '-', 'COUNT', 1)
+  if last[1] then
+    local index, place = string.match(last[1][1], '^(%d+)-(%d+)$')
+    append(id, index .. '-' .. string.format('%.0f', tonumber(place) + 1), 'e', packed)
+  else
+    redis.call('DEL', key_stream(id))
+    append(id, tokens .. '-' .. n, 'e', packed)
+  end
 end
 
 local function lane_score(priority)
@@ -55,7 +89,8 @@ local function add_ticket(model, ticket)
 end
 
 local function drop_ticket(id)
-  local model, epoch = unpack(redis.call('HMGET', key_job(id), 'model', 'epoch'))
+  local model, epoch = read(id, 'model', 'epoch')
+  if not model or not epoch then return end
   local ticket = id .. ':' .. epoch
   redis.call('ZREM', key_tickets(model), ticket)
   redis.call('DEL', 'arq:job:' .. ticket)
@@ -64,7 +99,10 @@ end
 -- How many jobs wait, of a model and of each of its tenants.
 local function count_queued(model, tenant, by)
   for _, field in ipairs({ '*', tenant }) do
-    if redis.call('HINCRBY', key_queued(model), field, by) <= 0 then
+    local count = (number(redis.call('HGET', key_queued(model), field)) or 0) + by
+    if count > 0 then
+      redis.call('HSET', key_queued(model), field, count)
+    else
       redis.call('HDEL', key_queued(model), field)
     end
   end
@@ -72,9 +110,12 @@ end
 
 -- Account for the bytes that a job may come to, 0 when it goes. `usage` is the sum over all jobs.
 local function hold(id, bytes)
-  local change = bytes - tonumber(get(id, 'held') or 0)
+  local change = bytes - (number(get(id, 'held')) or 0)
   if change == 0 then return end
-  if redis.call('HINCRBY', key_usage(), 'bytes', change) <= 0 then
+  local used = (number(redis.call('HGET', key_usage(), 'bytes')) or 0) + change
+  if used > 0 then
+    redis.call('HSET', key_usage(), 'bytes', used)
+  else
     redis.call('HDEL', key_usage(), 'bytes')
   end
   redis.call('HSET', key_job(id), 'held', bytes)
@@ -90,17 +131,14 @@ local function body_bytes(id)
   return bytes
 end
 
--- What a written entry takes: listpacks and allocator add to the payload.
-local function entry_bytes(payload) return payload + math.floor(payload / 32) + ENTRY_BYTES end
-
--- What an unfinished job may come to at most.
+-- What an unfinished job may come to at most, but for its events.
 local function reserved_bytes(body, max_tokens, logprobs)
   return body + max_tokens * (TOKEN_BYTES + LOGPROB_BYTES * logprobs)
 end
 
 local function reserve(id)
-  local max_tokens, logprobs = unpack(redis.call('HMGET', key_job(id), 'max_tokens', 'logprobs'))
-  hold(id, reserved_bytes(body_bytes(id), tonumber(max_tokens), tonumber(logprobs or 0)))
+  local max_tokens, logprobs, told = unpack(redis.call('HMGET', key_job(id), 'max_tokens', 'logprobs', 'told'))
+  hold(id, reserved_bytes(body_bytes(id), tonumber(max_tokens), tonumber(logprobs or 0)) + tonumber(told or 0))
 end
 
 -- The earliest time at which a queued job must have been started, or nil.
@@ -126,15 +164,19 @@ local function enqueue(id)
   nudge('queued', model)
 end
 
-local function dequeue(id)
-  local model, tenant, priority =
-    unpack(redis.call('HMGET', key_job(id), 'model', 'tenant', 'priority'))
-  local lane = priority .. ':' .. tenant
-  if redis.call('ZREM', key_lane(model, lane), id) == 1 then count_queued(model, tenant, -1) end
+local function leave_lane(id, model, lane)
+  local is_there = redis.call('ZREM', key_lane(model, lane), id) == 1
+  if is_there then count_queued(model, string.match(lane, ':(.*)$'), -1) end
   if redis.call('EXISTS', key_lane(model, lane)) == 0 then
     redis.call('ZREM', key_queue(model), lane)
   end
+end
+
+local function dequeue(id)
+  local model, tenant, priority = read(id, 'model', 'tenant', 'priority')
   redis.call('ZREM', key_due(), id)
+  if not model or not tenant or not priority then return end
+  leave_lane(id, model, priority .. ':' .. tenant)
   redis.call('ZREM', key_suspects(model), id)
 end
 
@@ -159,7 +201,7 @@ local function too_late(id)
       .. ' after it was submitted'
   end
   if queue_until and tonumber(queue_until) <= now() then
-    return 'queue_ttl: no worker had started the job after ' .. seconds(tonumber(queue_ttl))
+    return 'queue_ttl: no worker had started the job after ' .. seconds(number(queue_ttl) or 0)
   end
   if max_runtime and tonumber(ran or 0) >= tonumber(max_runtime) then
     return 'max_runtime: the job ran for ' .. seconds(tonumber(ran)) .. ' in all, it may for '
@@ -190,7 +232,8 @@ local function finish(id, state, finish_reason, text, error_text)
   if error_text ~= '' then event.error = error_text end
   if why then event.exactness_reason = why end
   emit(id, event)
-  hold(id, body_bytes(id) + tonumber(get(id, 'written') or 0) + #text + #error_text)
+  local written, told = unpack(redis.call('HMGET', job, 'written', 'told'))
+  hold(id, body_bytes(id) + tonumber(written or 0) + tonumber(told or 0) + #text + #error_text)
   if retention ~= 'forever' then
     redis.call('ZADD', key_expiry(), now() + tonumber(retention), id)
   end
@@ -240,7 +283,9 @@ local function attempt_died(id, reason, error_text)
   if moved == '1' then
     return requeue(id, reason)
   end
-  errors = errors and cmsgpack.unpack(errors) or {}
+  local is_list, earlier = pcall(cmsgpack.unpack, errors or '')
+  errors = {}
+  for _, each in ipairs(is_list and type(earlier) == 'table' and earlier or {}) do errors[#errors + 1] = tostring(each) end
   errors[#errors + 1] = error_text
   redis.call('HSET', job, 'errors', cmsgpack.pack(errors))
   if redis.call('HINCRBY', job, 'stalls', 1) >= MAX_STALLS then
@@ -286,18 +331,108 @@ local function progressed(id)
   redis.call('HDEL', key_job(id), 'errors')
 end
 
+-- What scripts and workers compute with in a job's hash, up to each of these: text, whole numbers that must be there, those
+-- that may, other numbers that must be there, those that may.
+local TEXTS, COUNTS, OWN_COUNTS, TIMES, OWN_TIMES = 6, 14, 25, 27, 35
+local FIELDS = { 'state', 'id', 'model', 'tenant', 'worker', 'retention',
+  'priority', 'epoch', 'tokens', 'events', 'max_tokens', 'seq', 'stalls', 'attempts',
+  'prompt_tokens', 'logprobs', 'held', 'written', 'told', 'durable', 'preemptions', 'crashes', 'suspect', 'calm_at', 'prefilled',
+  'created_at', 'queued_at',
+  'claimed_at', 'deadline', 'queue_until', 'max_runtime', 'ran', 'apart_at', 'yield_at', 'room_at' }
+-- What takes the place of something else there; what is not named is removed.
+local REPAIRED = { tenant = 'default', retention = '86400', events = '4096', epoch = '1', max_tokens = '1' }
+
+local function is_whole(text) return #text < 16 and string.find(text, '^%-?%d+$') end
+
+local function problem_of(name, text, place, state)
+  if name == 'state' then return not is_over(text) and text ~= 'queued' and text ~= 'running' and 'is no state of a job' end
+  local is_needed = place <= COUNTS or (place > OWN_COUNTS and place <= TIMES)
+  if name == 'worker' then is_needed = state == 'running' end
+  if name == 'claimed_at' then is_needed = state == 'running' end
+  if not text then return is_needed and 'is missing' end
+  if name == 'retention' then return text ~= 'forever' and not number(text) and 'is no number of seconds' end
+  if place <= TEXTS then return false end
+  if place <= OWN_COUNTS then return not is_whole(text) and 'is no whole number' end
+  return not number(text) and 'is no number'
+end
+
+-- What is wrong with a job, so that no step can be taken with it; nil where nothing is. With it the names of the fields, none
+-- where there is no hash.
+local function fault(id)
+  local found = redis.pcall('HMGET', key_job(id), unpack(FIELDS))
+  if found.err then return 'hash: is of another type', {} end
+  local why, names, is_there = nil, {}, false
+  for place, name in ipairs(FIELDS) do
+    local text = found[place]
+    is_there = is_there or text
+    local problem = problem_of(name, text, place, found[1])
+    if name == 'id' and text and (text ~= id or string.find(id, '[^\33-\126]')) then problem = 'is not that of the job' end
+    if problem then
+      why = why or name .. ': ' .. problem
+      names[#names + 1] = name
+    end
+  end
+  if not is_there then return 'hash: is missing', {} end
+  return why, names
+end
+
+-- Have done with a job that no step can be taken with. It ends failed, if it has a hash; what stands of it elsewhere goes. `model`
+-- and `lane` are where it was found, if there. Returns 'failed' or 'gone'.
+local function put_aside(id, why, names, model, lane)
+  redis.call('ZREM', key_running(), id)
+  if lane then leave_lane(id, model, lane) end
+  if model then redis.call('ZREM', key_suspects(model), id) end
+  dequeue(id)
+  drop_ticket(id)
+  redis.call('DEL', key_lease(id))
+  if not get(id, 'id') and #names == 0 then
+    redis.call('ZREM', key_jobs(), id)
+    redis.call('ZREM', key_expiry(), id)
+    return 'gone'
+  end
+  local job = key_job(id)
+  for _, name in ipairs(names) do
+    local place = 0
+    for n, each in ipairs(FIELDS) do place = each == name and n or place end
+    if name == 'id' then
+      redis.call('HSET', job, name, id)
+    elseif name == 'model' then
+      redis.call('HSET', job, name, model or '')
+    elseif REPAIRED[name] then
+      redis.call('HSET', job, name, REPAIRED[name])
+    elseif place <= COUNTS then
+      redis.call('HSET', job, name, 0)
+    elseif place > OWN_COUNTS and place <= TIMES then
+      redis.call('HSET', job, name, stamp())
+    else
+      redis.call('HDEL', job, name)
+    end
+  end
+  redis.call('HSET', job, 'state', 'failed')
+  finish(id, 'failed', '', '', why)
+  return 'failed'
+end
+
 local function owned(id, epoch, nonce)
-  local s = redis.call('HMGET', key_job(id), 'state', 'epoch', 'nonce')
-  return s[1] == 'running' and s[2] == epoch and s[3] == nonce
+  local state, its_epoch, its_nonce = read(id, 'state', 'epoch', 'nonce')
+  if state ~= 'running' or its_epoch ~= epoch or its_nonce ~= nonce then return false end
+  local why, names = fault(id)
+  if why then put_aside(id, why, names) end
+  return not why
 end
 
 local function cancel_wanted(id) return redis.call('HEXISTS', key_job(id), 'cancel') end
 
+-- A server that has no memory left refuses a script whose first write may take some, and lets all pass after one that cannot.
+-- What makes room begins with this.
+local function begin_freeing(id) redis.call('ZREM', key_expiry(), id) end
+
 local function remove(id)
   local job = key_job(id)
-  local state, idem = unpack(redis.call('HMGET', job, 'state', 'idem'))
-  if not state then return end
-  if state == 'queued' then
+  begin_freeing(id)
+  if redis.call('EXISTS', job) == 0 then return end
+  local state, idem = read(id, 'state', 'idem')
+  if not is_over(state) then
     dequeue(id)
     drop_ticket(id)
   end
@@ -306,7 +441,6 @@ local function remove(id)
   redis.call('DEL', job, key_stream(id), key_lease(id))
   redis.call('ZREM', key_jobs(), id)
   redis.call('ZREM', key_running(), id)
-  redis.call('ZREM', key_expiry(), id)
   -- What is missing without having been removed was lost: its checkpoints are kept.
   redis.call('ZADD', key_removed(), now(), id)
   redis.call('ZREMRANGEBYSCORE', key_removed(), '-inf', now() - 86400)
@@ -343,7 +477,7 @@ end
 
 -- Whether something makes way for a queued job already. It has so long to do so; then another one may be asked.
 local SETTLE_S = 10
-local function is_provided_for(id) return now() - tonumber(get(id, 'room_at') or 0) < SETTLE_S end
+local function is_provided_for(id) return now() - (number(get(id, 'room_at')) or 0) < SETTLE_S end
 
 -- Look at up to `most` queued jobs of a model in the order of their turns, from a place in the queue on: { rank of a lane, how
 -- many of its jobs are passed over }. `visit(id, lane, priority)` returns nil to go on, or what ends the look.

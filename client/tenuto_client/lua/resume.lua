@@ -9,6 +9,8 @@ if not is_over(state) then
   redis.call('HDEL', job, 'cancel')
   return 'active'
 end
+local why, names = fault(id)
+if why then put_aside(id, why, names) end
 redis.call('HDEL', job, 'finished_at', 'finish_reason', 'error', 'errors')
 redis.call('HSET', job, 'stalls', 0)
 -- Whoever resumes a job after its time wants it all the same; with the old limits it would fail at once.

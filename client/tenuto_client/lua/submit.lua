@@ -47,11 +47,11 @@ local function new_bytes()
   return reserved_bytes(body_size, tonumber(max_tokens), tonumber(option('logprobs') or 0))
 end
 
-local function queued_of(field) return tonumber(redis.call('HGET', key_queued(model), field) or 0) end
+local function queued_of(field) return number(redis.call('HGET', key_queued(model), field)) or 0 end
 
 -- In the order in which they are told: first those that no waiting mends.
 local function refusal()
-  local used = tonumber(redis.call('HGET', key_usage(), 'bytes') or 0)
+  local used = number(redis.call('HGET', key_usage(), 'bytes')) or 0
   local checks = {
     { 'max_tokens', tonumber(max_tokens), limit('max_tokens') },
     { 'max_prompt', math.abs(prompt_tokens), limit('max_prompt') },

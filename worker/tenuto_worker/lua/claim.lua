@@ -3,8 +3,10 @@
 -- max_prompt and max_tokens of this worker, tokens for which it has memory now (-1 is no limit), 1 when it runs nothing,
 -- tokens for which it has memory then, and for how many seconds a job waits for memory before nothing is taken in front of it
 -- A job that has begun is left for exact_wait to workers of its own fingerprint and checkpoint reach.
+-- A job that no step can be taken with is put aside.
 -- Returns 'job', the id of this data set, the ids of the earlier ones whose checkpoints may be used, and the
--- fields of the job's hash. Where there is no job for this worker: an empty list; or 'left' and,
+-- fields of the job's hash; or 'aside' and of one that was put aside its id, its state or 'gone', and what is wrong with it.
+-- Where there is no job for this worker: an empty list; or 'left' and,
 -- of up to 16 jobs that it has to leave to others, three values each: id, seconds for which it still must (0: as long as they
 -- want), 'geometry', 'checkpoints', 'limits', 'memory' or 'suspect' as the reason.
 local model, holder, nonce, fingerprint, reach = A[1], A[2], A[3], A[4], A[5]
@@ -43,6 +45,26 @@ local function suits(id)
   return not why or leave(id, seconds or 0, why)
 end
 
+-- What to answer of an entry of the queue that is not that of a job which can be taken; nil if it is. `lane` is nil for a suspect.
+local function put_right(id, lane)
+  local why, names = fault(id)
+  local state, of, tenant, priority = read(id, 'state', 'model', 'tenant', 'priority')
+  local own = priority and tenant and priority .. ':' .. tenant
+  local is_own = of == model and (own == lane or not lane)
+  if not why and state == 'queued' and is_own then return nil end
+  -- Of a job that is elsewhere only the entry is wrong.
+  local is_elsewhere = not why and not is_own and redis.call('ZSCORE', key_lane(of, own), id)
+  if is_elsewhere or state == 'running' or is_over(state) then
+    if lane then leave_lane(id, model, lane) end
+    redis.call('ZREM', key_suspects(model), id)
+    return { 'aside', id, state, 'queue: the job stands in it, and should not' }
+  end
+  if not why then
+    why, names = 'model, priority, tenant: are not those that it was queued with', { 'model', 'priority', 'tenant' }
+  end
+  return { 'aside', id, put_aside(id, why, names, model, lane), why }
+end
+
 local function take(id, lane, priority)
   dequeue(id)
   if redis.call('ZSCORE', key_queue(model), lane) then
@@ -71,6 +93,8 @@ end
 
 if alone then
   for _, id in ipairs(redis.call('ZRANGE', key_suspects(model), 0, 63)) do
+    local wrong = put_right(id, nil)
+    if wrong then return wrong end
     if not end_if_late(id) and suits(id) then
       local priority, tenant = unpack(redis.call('HMGET', key_job(id), 'priority', 'tenant'))
       return take(id, priority .. ':' .. tenant, priority)
@@ -79,6 +103,8 @@ if alone then
 end
 
 local claimed = look_on(model, holder, function(id, lane, priority)
+  local wrong = put_right(id, lane)
+  if wrong then return wrong end
   if not end_if_late(id) and suits(id) then return take(id, lane, priority) end
   if keep_room then return false end
 end)

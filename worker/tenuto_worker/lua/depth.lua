@@ -8,15 +8,15 @@ local longest, looked = 0, 0
 local from = '-inf'
 while looked < MOST do
   local lanes = redis.call('ZRANGEBYSCORE', key_queue(model), from, '+inf', 'LIMIT', 0, MOST_OF_PRIORITY)
-  if #lanes == 0 then break end
-  local priority = string.match(lanes[1], '^(-?%d+):')
+  local priority = lanes[1] and number(string.match(lanes[1], '^(-?%d+):'))
+  if not priority then break end
   for _, lane in ipairs(lanes) do
-    if string.match(lane, '^(-?%d+):') ~= priority then break end
+    if number(string.match(lane, '^(-?%d+):')) ~= priority then break end
     local oldest = redis.call('ZRANGE', key_lane(model, lane), 0, 0)[1]
-    local queued_at = oldest and tonumber(get(oldest, 'queued_at'))
+    local queued_at = oldest and number(get(oldest, 'queued_at'))
     if queued_at then longest = math.max(longest, at - queued_at) end
     looked = looked + 1
   end
-  from = string.format('%.0f', (101 - tonumber(priority)) * PRIORITY_STEP)
+  from = string.format('%.0f', (101 - priority) * PRIORITY_STEP)
 end
-return { tonumber(redis.call('HGET', key_queued(model), '*') or 0), string.format('%.3f', longest) }
+return { number(redis.call('HGET', key_queued(model), '*')) or 0, string.format('%.3f', longest) }

@@ -2,6 +2,8 @@
 -- Returns 'ok' | 'fenced' | 'requeued' (cancelled, but a resume took the cancel back in the meantime).
 local id, epoch, nonce, durable, state = unpack(A)
 if not owned(id, epoch, nonce) then return 'fenced' end
+-- First what a full server lets pass: the end of a job makes room.
+redis.call('DEL', key_lease(id))
 redis.call('HSET', key_job(id), 'durable', durable)
 if state == 'cancelled' and cancel_wanted(id) == 0 then
   requeue(id, 'resume')

@@ -6,8 +6,9 @@
 local model = A[1]
 local terms = { fingerprint = A[2], reach = A[3], exact_wait = tonumber(A[4]), max_prompt = A[5], max_tokens = A[6], room = A[7] }
 local head = look(model, { 0, 0 }, LOOKS, function(id)
+  if fault(id) then return nil end
   local priority, prompt, wanted, queued_at, suspected =
-    unpack(redis.call('HMGET', key_job(id), 'priority', 'prompt_tokens', 'max_tokens', 'queued_at', 'suspect'))
+    read(id, 'priority', 'prompt_tokens', 'max_tokens', 'queued_at', 'suspect')
   if suspected or too_late(id) or unfit(id, terms) then return nil end
   local tokens = tonumber(prompt or 0) + tonumber(wanted)
   return { id, tonumber(priority), tokens, string.format('%.3f', now() - tonumber(queued_at)), is_provided_for(id) and 1 or 0 }

@@ -10,9 +10,10 @@ local function count()
   local queued, counts = 0, {}
   for _, lane in ipairs(redis.call('ZRANGE', key_queue(model), 0, -1)) do
     local length = redis.call('ZCARD', key_lane(model, lane))
-    local tenant = string.match(lane, ':(.*)$')
+    local tenant = string.match(lane, ':(.*)$') or ''
+    if length == 0 then redis.call('ZREM', key_queue(model), lane) end
     queued = queued + length
-    counts[tenant] = (counts[tenant] or 0) + length
+    if length > 0 then counts[tenant] = (counts[tenant] or 0) + length end
   end
   redis.call('DEL', key_queued(model))
   local fields = {}
@@ -30,7 +31,7 @@ local function count()
   store(0)
 end
 if redis.call('ZCARD', key_queue(model)) <= MOST_LANES then count() end
-local queued = tonumber(redis.call('HGET', key_queued(model), '*') or 0)
+local queued = number(redis.call('HGET', key_queued(model), '*')) or 0
 
 local surplus = redis.call('ZCARD', key_tickets(model)) - queued
 local function drop(ticket)

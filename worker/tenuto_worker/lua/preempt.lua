@@ -16,10 +16,11 @@ local function waited(id) return at - tonumber(get(id, 'queued_at')) end
 -- The attempts of the model that may make way, and whether any of this worker, of whatever model, may not yet.
 local able, is_held = {}, false
 for _, id in ipairs(redis.call('ZRANGE', key_running(), 0, -1)) do
-  local of, priority, claimed_at, worker, moved, preemptions, yield_at, prompt, wanted = unpack(redis.call('HMGET',
-    key_job(id), 'model', 'priority', 'claimed_at', 'worker', 'moved', 'preemptions', 'yield_at', 'prompt_tokens', 'max_tokens'))
-  local is_asked = yield_at and at - tonumber(yield_at) < SETTLE_S
-  if (of == model or worker == holder) and not is_asked and redis.call('EXISTS', key_lease(id)) == 1 then
+  local of, priority, claimed_at, worker, moved, preemptions, yield_at, prompt, wanted = read(id,
+    'model', 'priority', 'claimed_at', 'worker', 'moved', 'preemptions', 'yield_at', 'prompt_tokens', 'max_tokens')
+  local is_asked = yield_at and at - (number(yield_at) or 0) < SETTLE_S
+  local is_of_us = (of == model or worker == holder) and not is_asked
+  if is_of_us and not fault(id) and redis.call('EXISTS', key_lease(id)) == 1 then
     local doublings = math.min(tonumber(preemptions or 0), MOST_DOUBLINGS)
     if not (moved == '1' and at - tonumber(claimed_at) >= hold_s * 2 ^ doublings) then
       is_held = is_held or worker == holder
@@ -36,7 +37,7 @@ end
 local apart_wait = terms.exact_wait + (is_held and hold_s * 2 ^ MOST_DOUBLINGS or 0)
 terms.room = room_alone
 for _, id in ipairs(may_empty and redis.call('ZRANGE', key_suspects(model), 0, 63) or {}) do
-  local is_long = waited(id) > apart_wait and not is_provided_for(id)
+  local is_long = not fault(id) and waited(id) > apart_wait and not is_provided_for(id)
   if is_long and not too_late(id) and not unfit(id, terms) then
     redis.call('HSET', key_job(id), 'room_at', stamp())
     return { 'apart', id }
@@ -60,7 +61,8 @@ if not mine or patience == math.huge then return {} end
 terms.room = room < 0 and -1 or room + mine.tokens
 
 local to = look_on(model, holder .. ':ways', function(id, _, priority)
-  if priority <= mine.priority then return false end
+  if not priority or priority <= mine.priority then return false end
+  if fault(id) then return nil end
   local waits = waited(id)
   -- Another worker's turn; if that does nothing, the next in order is ours.
   if waits < patience or (able[1] ~= mine and waits < patience + ABSENT_S) then return nil end

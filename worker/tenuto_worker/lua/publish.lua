@@ -7,7 +7,10 @@ published = tonumber(published)
 if last <= published then return { 'replay', published, cancel_wanted(id), trust(id, published) } end
 -- An entry that begins with tokens that stand there would put them into the stream a second time.
 if first ~= published + 1 then return { 'gap', published, cancel_wanted(id), trust(id, published) } end
-redis.call('XADD', key_stream(id), A[6] .. '-0', 't', payload)
+if not append(id, A[6] .. '-0', 't', payload) then
+  put_aside(id, 'stream: token ' .. A[6] .. ' cannot be appended, somebody else has changed it', {})
+  return { 'fenced', 0, 0, 0 }
+end
 redis.call('HINCRBY', key_job(id), 'written', entry_bytes(#payload))
 -- The next renewal is seconds away; until then the progress would still be that of the prompt.
 redis.call('HSET', key_job(id), 'tokens', A[6], 'events', 0, 'durable', durable,
