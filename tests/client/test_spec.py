@@ -51,6 +51,7 @@ BAD: list[tuple[str, Any]] = [
     ("top_logprobs", 21),
     ("logit_bias", [1]),
     ("repetition_penalty", 0),
+    ("repetition_penalty", 5e-324),
     ("repetition_penalty", NAN),
     ("repetition_context_size", 0),
     ("presence_penalty", NAN),

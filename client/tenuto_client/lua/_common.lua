@@ -262,16 +262,6 @@ local function requeue(id, reason)
   return 'queued'
 end
 
--- queued -> failed, if its time is over. Returns whether it was.
-local function end_if_late(id)
-  local late = too_late(id)
-  if not late then return false end
-  dequeue(id)
-  drop_ticket(id)
-  finish(id, 'failed', '', '', late)
-  return true
-end
-
 -- A running attempt ended without an end: hand the job on, or give up after too many without progress.
 local function attempt_died(id, reason, error_text)
   local job = key_job(id)
@@ -310,16 +300,16 @@ local function trust(id, tokens)
   local job = key_job(id)
   local since, crashes, calm_at, apart_at =
     unpack(redis.call('HMGET', job, 'suspect', 'crashes', 'calm_at', 'apart_at'))
-  if calm_at and tokens >= tonumber(calm_at) then redis.call('HDEL', job, 'crashes', 'calm_at') end
+  if calm_at and tokens >= (number(calm_at) or 0) then redis.call('HDEL', job, 'crashes', 'calm_at') end
   if not since then return 0 end
-  local new = tokens - tonumber(since)
+  local new = tokens - (number(since) or 0)
   if new <= 0 then return 1 end
   if not apart_at then
     apart_at = stamp()
     redis.call('HSET', job, 'apart_at', apart_at)
   end
-  local terms = TRUST[math.min(tonumber(crashes or 1), #TRUST)]
-  local is_long = new >= terms.few and now() - tonumber(apart_at) >= terms.seconds
+  local terms = TRUST[math.max(1, math.min(number(crashes) or 1, #TRUST))]
+  local is_long = new >= terms.few and now() - (number(apart_at) or 0) >= terms.seconds
   if new < terms.tokens and not is_long then return 1 end
   redis.call('HDEL', job, 'suspect', 'apart_at')
   return 0
@@ -413,9 +403,39 @@ local function put_aside(id, why, names, model, lane)
   return 'failed'
 end
 
-local function owned(id, epoch, nonce)
+-- queued -> failed, if its time is over. Returns whether it was.
+local function end_if_late(id)
+  local late = too_late(id)
+  if not late then return false end
+  local why, names = fault(id)
+  if why then
+    put_aside(id, why, names)
+    return true
+  end
+  dequeue(id)
+  drop_ticket(id)
+  finish(id, 'failed', '', '', late)
+  return true
+end
+
+-- What `look` says of a job; nil, and what is wrong with it, where it comes upon something that it cannot compute with. To look at
+-- all of a job takes much longer, so a look at many does so only then.
+local function looked(look, id)
+  if string.find(id, '[^\33-\126]') then return nil, 'id' end
+  local is_done, found = pcall(look, id)
+  if is_done then return found end
+  local why = fault(id)
+  if not why then error(found, 0) end
+  return nil, why
+end
+
+local function is_owner(id, epoch, nonce)
   local state, its_epoch, its_nonce = read(id, 'state', 'epoch', 'nonce')
-  if state ~= 'running' or its_epoch ~= epoch or its_nonce ~= nonce then return false end
+  return state == 'running' and its_epoch == epoch and its_nonce == nonce
+end
+
+local function owned(id, epoch, nonce)
+  if not is_owner(id, epoch, nonce) then return false end
   local why, names = fault(id)
   if why then put_aside(id, why, names) end
   return not why

@@ -45,6 +45,8 @@ local function suits(id)
   return not why or leave(id, seconds or 0, why)
 end
 
+local function may_take(id) return not end_if_late(id) and suits(id) end
+
 -- What to answer of an entry of the queue that is not that of a job which can be taken; nil if it is. `lane` is nil for a suspect.
 local function put_right(id, lane)
   local why, names = fault(id)
@@ -93,9 +95,10 @@ end
 
 if alone then
   for _, id in ipairs(redis.call('ZRANGE', key_suspects(model), 0, 63)) do
-    local wrong = put_right(id, nil)
+    local does_suit, why = looked(may_take, id)
+    local wrong = (does_suit or why) and put_right(id, nil)
     if wrong then return wrong end
-    if not end_if_late(id) and suits(id) then
+    if does_suit then
       local priority, tenant = unpack(redis.call('HMGET', key_job(id), 'priority', 'tenant'))
       return take(id, priority .. ':' .. tenant, priority)
     end
@@ -103,9 +106,10 @@ if alone then
 end
 
 local claimed = look_on(model, holder, function(id, lane, priority)
-  local wrong = put_right(id, lane)
+  local does_suit, why = looked(may_take, id)
+  local wrong = (does_suit or why) and put_right(id, lane)
   if wrong then return wrong end
-  if not end_if_late(id) and suits(id) then return take(id, lane, priority) end
+  if does_suit then return take(id, lane, priority) end
   if keep_room then return false end
 end)
 if claimed then return claimed end

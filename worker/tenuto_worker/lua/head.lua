@@ -5,12 +5,16 @@
 -- something makes way for it already}.
 local model = A[1]
 local terms = { fingerprint = A[2], reach = A[3], exact_wait = tonumber(A[4]), max_prompt = A[5], max_tokens = A[6], room = A[7] }
-local head = look(model, { 0, 0 }, LOOKS, function(id)
-  if fault(id) then return nil end
+local function offer(id)
   local priority, prompt, wanted, queued_at, suspected =
     read(id, 'priority', 'prompt_tokens', 'max_tokens', 'queued_at', 'suspect')
   if suspected or too_late(id) or unfit(id, terms) then return nil end
   local tokens = tonumber(prompt or 0) + tonumber(wanted)
-  return { id, tonumber(priority), tokens, string.format('%.3f', now() - tonumber(queued_at)), is_provided_for(id) and 1 or 0 }
-end)
-return head or {}
+  local waited = string.format('%.3f', now() - tonumber(queued_at))
+  return { id, tonumber(priority) + 0, tokens, waited, is_provided_for(id) and 1 or 0 }
+end
+
+return look(model, { 0, 0 }, LOOKS, function(id)
+  local found = looked(offer, id)
+  return found
+end) or {}

@@ -19,15 +19,15 @@ for _, id in ipairs(redis.call('ZRANGE', key_running(), 0, -1)) do
   local of, priority, claimed_at, worker, moved, preemptions, yield_at, prompt, wanted = read(id,
     'model', 'priority', 'claimed_at', 'worker', 'moved', 'preemptions', 'yield_at', 'prompt_tokens', 'max_tokens')
   local is_asked = yield_at and at - (number(yield_at) or 0) < SETTLE_S
-  local is_of_us = (of == model or worker == holder) and not is_asked
-  if is_of_us and not fault(id) and redis.call('EXISTS', key_lease(id)) == 1 then
-    local doublings = math.min(tonumber(preemptions or 0), MOST_DOUBLINGS)
+  local is_sound = number(priority) and number(claimed_at) and number(wanted)
+  if (of == model or worker == holder) and not is_asked and is_sound and redis.call('EXISTS', key_lease(id)) == 1 then
+    local doublings = math.min(number(preemptions) or 0, MOST_DOUBLINGS)
     if not (moved == '1' and at - tonumber(claimed_at) >= hold_s * 2 ^ doublings) then
       is_held = is_held or worker == holder
     elseif of == model then
       able[#able + 1] = {
         id = id, priority = tonumber(priority), claimed_at = tonumber(claimed_at), worker = worker,
-        tokens = tonumber(prompt or 0) + tonumber(wanted),
+        tokens = (number(prompt) or 0) + tonumber(wanted),
       }
     end
   end
@@ -36,9 +36,12 @@ end
 -- What attempts have at least holds here, too; but a worker that always has a young one empties itself in the end.
 local apart_wait = terms.exact_wait + (is_held and hold_s * 2 ^ MOST_DOUBLINGS or 0)
 terms.room = room_alone
+local function may_go_apart(id)
+  local is_long = waited(id) > apart_wait and not is_provided_for(id)
+  return is_long and not too_late(id) and not unfit(id, terms)
+end
 for _, id in ipairs(may_empty and redis.call('ZRANGE', key_suspects(model), 0, 63) or {}) do
-  local is_long = not fault(id) and waited(id) > apart_wait and not is_provided_for(id)
-  if is_long and not too_late(id) and not unfit(id, terms) then
+  if looked(may_go_apart, id) then
     redis.call('HSET', key_job(id), 'room_at', stamp())
     return { 'apart', id }
   end
@@ -60,14 +63,16 @@ end
 if not mine or patience == math.huge then return {} end
 terms.room = room < 0 and -1 or room + mine.tokens
 
-local to = look_on(model, holder .. ':ways', function(id, _, priority)
-  if not priority or priority <= mine.priority then return false end
-  if fault(id) then return nil end
+local function may_have_it(id)
   local waits = waited(id)
   -- Another worker's turn; if that does nothing, the next in order is ours.
-  if waits < patience or (able[1] ~= mine and waits < patience + ABSENT_S) then return nil end
-  if is_provided_for(id) or too_late(id) or get(id, 'suspect') or unfit(id, terms) then return nil end
-  return id
+  if waits < patience or (able[1] ~= mine and waits < patience + ABSENT_S) then return false end
+  return not (is_provided_for(id) or too_late(id) or get(id, 'suspect') or unfit(id, terms))
+end
+
+local to = look_on(model, holder .. ':ways', function(id, _, priority)
+  if priority and priority <= mine.priority then return false end
+  if priority and looked(may_have_it, id) then return id end
 end)
 if not to then return {} end
 redis.call('HSET', key_job(mine.id), 'yield_at', stamp())
