@@ -88,8 +88,9 @@ class Keys:
         return self._make("lane", model, lane)
 
     def looked(self, model: str, holder: str) -> str:
-        """String with a time to live: how far down the queue of a model a worker has looked, where
-        it had to leave all jobs before to others."""
+        """String with a time to live: how far down the queue of a model a worker has looked (its
+        lane and jobs), where it had to leave all jobs before to others. Under
+        `<holder>:ways`, where it looked for what something may make way for."""
         return self._make("looked", model, holder)
 
     def tickets(self, model: str) -> str:
