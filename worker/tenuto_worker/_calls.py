@@ -67,12 +67,8 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Aside:
-    """A job of the queue with which no step can be taken: somebody else wrote into Redis.
-
-    Attributes:
-        state: what it is in now; `gone` where only entries of it were there.
-        why: the field, and what is wrong with it.
-    """
+    """A job of the queue with which no step can be taken, its state now (`gone` where only entries
+    of it were there), and what is wrong with which field."""
 
     job_id: str
     state: str
