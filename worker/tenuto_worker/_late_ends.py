@@ -93,7 +93,7 @@ class LateEnds:
             "error": end.error or "",
             "exactness": end.exactness,
             "exactness_reason": end.exactness_reason,
-            "finished_at": finished_at.decode(),
+            "finished_at": finished_at.decode("utf-8", "replace"),
         }
         store.finish(words, engine_tokens(tokens), keep_caches=state != b"completed")
         get_log(job=job.job_id).info("end noted", state=str(end.state), tokens=len(tokens))

@@ -161,7 +161,7 @@ class Recovery:
         }
         heirs: Any = self._client.smembers(self._keys.heirs())
         # Other data dirs may have jobs of it that are still to be put back.
-        for whole in {heir.decode() for heir in heirs} - missing:
+        for whole in {heir.decode("utf-8", "replace") for heir in heirs} - missing:
             self._client.sadd(self._keys.collectable(), f"{whole}@{self._reach}")
 
 

@@ -67,4 +67,5 @@ def data_set_ids(client: redis.Redis, keys: Keys) -> tuple[str, ...]:
     """The id of what is in Redis, and those of which jobs were put back; none where none is."""
     current: Any = client.get(keys.namespace_id())
     heirs: Any = client.smembers(keys.heirs())
-    return (current.decode(), *sorted(each.decode() for each in heirs)) if current else ()
+    ids = [each.decode("utf-8", "replace") for each in (current, *sorted(heirs)) if each]
+    return tuple(ids) if current else ()
