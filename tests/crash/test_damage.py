@@ -39,9 +39,12 @@ def test_with_the_newest_checkpoint_damaged_an_older_serves_and_with_all_the_pro
         destroy_all([root / job for job in hurt])
         with worker_of(models, redis_url, namespace, tmp_path) as third:
             scene.assert_exact(references)
-            again = prepared([third])
+            # Those that had got nowhere run apart first; later they go on from what they have then.
+            again = {each["job"]: each for each in reversed(prepared([third]))}
             assert again
-            assert all(each["published"] and each["cached_tokens"] is None for each in again)
+            assert all(
+                each["published"] and each["cached_tokens"] is None for each in again.values()
+            )
 
 
 def unfinished(scene: Scene) -> list[str]:

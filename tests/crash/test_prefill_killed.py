@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import redis
+
 from exact_runs import GREEDY, Case, Models, Scene, perform, prepared, worker_of
-from tenuto_client import SubmitOptions
+from tenuto_client import Keys, SubmitOptions
 from tenuto_engine import read_job
 from workers import WorkerProcess, poll_until
 
@@ -31,11 +33,13 @@ def test_a_prompt_killed_halfway_is_read_on_exactly(
             first.wait_ready()
             references = perform(redis_url, namespace, long)
             scene.submit()
-            folders = [tmp_path / "checkpoints" / each.job.id for each in scene.jobs]
-            wait_new_checkpoints(folders)
+            jobs = [each.job.id for each in scene.jobs]
+            wait_new_checkpoints(tmp_path, jobs)
+            wait_progress(redis_url, namespace, jobs)
             first.kill()
         with begin() as second:
-            wait_new_checkpoints(folders)
+            wait_new_checkpoints(tmp_path, jobs)
+            wait_progress(redis_url, namespace, jobs)
             second.kill()
         assert scene.tokens == 0
         with begin() as third:
@@ -45,14 +49,26 @@ def test_a_prompt_killed_halfway_is_read_on_exactly(
     assert all(0 < line["cached_tokens"] < LONG for line in resumed)
 
 
-def wait_new_checkpoints(folders: list[Path]) -> None:
+def wait_new_checkpoints(data_dir: Path, jobs: list[str]) -> None:
     """Wait until each job has a newer one than now."""
+    folders = [data_dir / "checkpoints" / job for job in jobs]
     before = [newest(folder) for folder in folders]
     poll_until(
         lambda: all(newest(folder) > old for folder, old in zip(folders, before, strict=True)),
         "a chunk of each prompt to be saved",
         every=0.005,
     )
+
+
+def wait_progress(redis_url: str, namespace: str, jobs: list[str]) -> None:
+    """Wait until Redis has heard of a chunk of each; else they would run apart after a death."""
+    keys = Keys(namespace)
+    with redis.Redis.from_url(redis_url, decode_responses=True) as client:
+        poll_until(
+            lambda: all(client.hget(keys.job(job), "moved") == "1" for job in jobs),
+            "the progress of each prompt",
+            every=0.005,
+        )
 
 
 def newest(folder: Path) -> int:
