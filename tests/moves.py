@@ -80,6 +80,7 @@ class Moves(JobScripts):
         error: str = "",
         exactness: str = "exact",
         exactness_reason: str | None = None,
+        tokens: int = 0,
     ) -> str:
         call = finish_call(
             fence,
@@ -90,8 +91,9 @@ class Moves(JobScripts):
             error=error,
             exactness=exactness,
             exactness_reason=exactness_reason,
+            tokens=tokens,
         )
-        return self.run(call)
+        return self.run(call).status
 
     def release(self, fence: Fence, reason: str, error: str = "", *, durable: int = 0) -> str:
         return self.run(release_call(fence, reason, error, durable=durable))

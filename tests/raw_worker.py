@@ -73,8 +73,8 @@ class Attempt:
         self, state: str = "completed", reason: str = "stop", text: str = "", error: str = ""
     ) -> None:
         """End the job."""
-        reply = self.call("finish", 0, state, reason, text, error, "exact", "")
-        assert reply in (b"ok", b"requeued"), reply
+        reply = self.call("finish", 0, state, reason, text, error, "exact", "", 0)
+        assert reply[0] in (b"ok", b"requeued"), reply
 
     def wants_cancel(self) -> bool:
         """Renew, and say whether a cancel is wanted."""

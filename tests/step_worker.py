@@ -125,10 +125,14 @@ class StepWorker:
         """Obey stops, wait for final checkpoints, send what waits."""
         self.rooms.decoder.wake()
         self.rooms.decoder.turn()
+        self.wait_final()
+        self.publish()
+
+    def wait_final(self) -> None:
+        """Wait for final checkpoints, after which ends wait to be sent."""
         for thread in threading.enumerate():
             if thread.name == "final-checkpoint":
                 thread.join(20)
-        self.publish()
 
     def finish(self) -> None:
         """Work until no run is left."""

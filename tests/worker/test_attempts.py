@@ -140,6 +140,37 @@ def test_tokens_that_redis_lost_are_sent_again(jobs: JobQueue, start: Start) -> 
     assert end_of(jobs, job).usage.completion_tokens == 30
 
 
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_an_end_does_not_stand_in_front_of_tokens_that_redis_lost_since(
+    jobs: JobQueue, start: Start, is_cancelled: bool
+) -> None:
+    job = jobs.submit(max_tokens=30)
+    worker = start()
+    expected = alone(worker, max_tokens=30)
+    worker.claim()
+    worker.decode(5)
+    worker.publish()
+    if is_cancelled:
+        jobs.cancel(job)
+    keys = [jobs.keys.job(job), jobs.keys.stream(job)]
+    earlier = [jobs.client.dump(key) for key in keys]
+    worker.decode(15 if is_cancelled else 25)
+    if is_cancelled:
+        worker.run.ask_to_stop(Stop.CANCEL)
+        worker.rooms.decoder.turn()
+        worker.wait_final()
+    while worker.run.unsent:
+        worker.rooms.publisher.turn()
+    known, read = worker.run.sent, jobs.tokens(job)
+    for key, value in zip(keys, earlier, strict=True):
+        jobs.client.restore(key, 0, value, replace=True)  # type: ignore[arg-type]
+    worker.publish()
+
+    assert not worker.runs
+    assert jobs.tokens(job) == read == expected[:known]
+    assert end_of(jobs, job).usage.completion_tokens == known > 5
+
+
 def test_a_checkpoint_ahead_of_the_stream_has_its_tokens_published_first(
     jobs: JobQueue, start: Start
 ) -> None:
@@ -282,7 +313,7 @@ def test_a_deadline_ends_a_running_job_failed(jobs: JobQueue, start: Start) -> N
         ({"prompt": (5,) * 4096}, "prompt: its 4096 tokens leave no room"),
         ({"prompt": (5, 10**6)}, "prompt[1]: token id 1000000"),
         ({"logit_bias": {10**6: 1.0}}, "logit_bias: token 1000000"),
-        ({"spec": b"\x81\xa1v\x63"}, "spec has version 99"),
+        ({"spec": b"\x81\xa1v\x63"}, "spec: the job's has version 99"),
         ({"spec": b"\xc1"}, "spec is not msgpack"),
     ],
 )

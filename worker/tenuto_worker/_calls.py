@@ -163,6 +163,15 @@ class Published:
 
 
 @dataclass(frozen=True, slots=True)
+class Finished:
+    """Answer to a finish: `ok`, `fenced`, `requeued` when a resume overtook the cancel, or `gap`
+    when tokens were lost before the end; and how many tokens stand in the stream."""
+
+    status: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Renewed:
     """Answer to a renewal."""
 
@@ -349,11 +358,12 @@ def finish_call(
     error: str = "",
     exactness: str = "exact",
     exactness_reason: str | None = None,
-) -> Call[str]:
-    """End the job. Answers `ok`, `fenced`, or `requeued` when a resume overtook the cancel."""
+    tokens: int = 0,
+) -> Call[Finished]:
+    """End the job, unless Redis has fewer than these `tokens`, which it acknowledged before."""
     end = (state, finish_reason or "", text, error)
     label = (exactness, exactness_reason or "")
-    return Call("finish", (*_fence(fence), durable, *end, *label), _word)
+    return Call("finish", (*_fence(fence), durable, *end, *label, tokens), _finished)
 
 
 def release_call(fence: Fence, reason: str, error: str = "", *, durable: int) -> Call[str]:
@@ -431,6 +441,11 @@ def _head(reply: list[Any]) -> Head | None:
 def _published(reply: list[Any]) -> Published:
     status, count, cancel, apart = reply
     return Published(PublishStatus(status.decode()), count, bool(cancel), bool(apart))
+
+
+def _finished(reply: list[Any]) -> Finished:
+    status, count = reply
+    return Finished(status.decode(), count)
 
 
 def _renewed(reply: list[Any]) -> Renewed:

@@ -16,6 +16,7 @@ from typing import Any
 from . import _metrics as metrics
 from ._calls import (
     Call,
+    Finished,
     Published,
     PublishStatus,
     bind_call,
@@ -155,6 +156,7 @@ class Publisher:
             error=end.error,
             exactness=run.exactness,
             exactness_reason=run.exactness_reason,
+            tokens=run.sent,
         )
         return _Item(run, call, self._take_finished)
 
@@ -210,11 +212,7 @@ class Publisher:
             self._fence(run)
             return
         if answer.status is PublishStatus.GAP:
-            # Redis lost the end of what it had acknowledged; we still have it.
-            if answer.tokens < run.sent:
-                metrics.lost_by_redis.inc(run.sent - answer.tokens)
-                run.log.warning("redis lost tokens, sent again", had=run.sent, has=answer.tokens)
-            run.sent = answer.tokens
+            self._go_back(run, answer.tokens)
         else:
             run.sent = min(len(run.tokens), max(answer.tokens, 0))
             run.sent_at = time.monotonic()
@@ -225,18 +223,28 @@ class Publisher:
         if answer.cancel and run.ask_to_stop(Stop.CANCEL):
             self._on_stop(run)
 
-    def _take_finished(self, run: Run, answer: str) -> None:
+    def _go_back(self, run: Run, tokens: int) -> None:
+        """Redis lost the end of what it had acknowledged; we still have it."""
+        if tokens < run.sent:
+            metrics.lost_by_redis.inc(run.sent - tokens)
+            run.log.warning("redis lost tokens, sent again", had=run.sent, has=tokens)
+        run.sent = tokens
+
+    def _take_finished(self, run: Run, answer: Finished) -> None:
         assert run.end is not None
-        if answer == "fenced":
+        if answer.status == "fenced":
             self._fence(run)
             return
-        state = "queued" if answer == "requeued" else run.end.kind.value
+        if answer.status == "gap":
+            self._go_back(run, answer.tokens)
+            return
+        state = "queued" if answer.status == "requeued" else run.end.kind.value
         level = run.log.warning if run.end.kind is EndKind.FAILED else run.log.info
         facts = {"tokens": len(run.tokens), "exactness": run.exactness}
         if run.end.error:
             facts["error"] = run.end.error
         level("job ended", state=state, finish_reason=run.end.reason or None, **facts)
-        if answer == "ok":
+        if answer.status == "ok":
             metrics.ended.labels(run.model, state).inc()
             self._on_ended(run, state)
         self._runs.remove(run)
