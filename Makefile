@@ -90,12 +90,12 @@ chaos: $(READY) ## Kill, stop and restart everything for MINUTES=30 by SEED=, an
 		--report tests/crash/chaos/REPORT.md $(ARGS)
 
 .PHONY: compat
-compat: $(CLIENT_VENVS)/oldest/.ready $(CLIENT_VENVS)/newest/.ready ## Test the client alone, without MLX, on the oldest and newest redis-py
-	@for version in oldest newest; do \
-		python=$(CLIENT_VENVS)/$$version/bin/python; \
-		"$$python" -c "$$PROVE_ALONE" && \
-		"$$python" -m pytest -m 'not slow' tests/client $(ARGS) || exit 1; \
-	done
+compat: compat-oldest compat-newest ## Test the client alone, without MLX, on the oldest and newest redis-py
+
+.PHONY: compat-oldest compat-newest
+compat-oldest compat-newest: compat-%: $(CLIENT_VENVS)/%/.ready
+	@$(CLIENT_VENVS)/$*/bin/python -c "$$PROVE_ALONE"
+	@$(CLIENT_VENVS)/$*/bin/python -m pytest -m 'not slow' tests/client $(ARGS)
 
 define PROVE_ALONE
 from importlib.util import find_spec
