@@ -57,7 +57,8 @@ def test_no_log_error_or_argument_has_a_password_or_a_text(
             worker.wait_ready()
             told = client.submit(MODEL, CANARY, max_tokens=100, seed=3, ignore_eos=True).result()
             assert len(told.text) > 20
-            asked = f"{CANARY} " * CONTEXT
+            # Longer than the context, and not so long that a submit can tell.
+            asked = f"{CANARY} " * (CONTEXT // 2)
             failed = client.submit(MODEL, asked, max_tokens=10)
             with pytest.raises(JobFailed) as failure:
                 failed.result()

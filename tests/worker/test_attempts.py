@@ -314,7 +314,7 @@ def test_a_deadline_ends_a_running_job_failed(jobs: JobQueue, start: Start) -> N
         ({"prompt": (5, 10**6)}, "prompt[1]: token id 1000000"),
         ({"logit_bias": {10**6: 1.0}}, "logit_bias: token 1000000"),
         ({"spec": b"\x81\xa1v\x63"}, "spec: the job's has version 99"),
-        ({"spec": b"\xc1"}, "spec is not msgpack"),
+        ({"spec": b"\xc1"}, "spec: the job's is not msgpack"),
     ],
 )
 def test_bad_input_fails_by_name_and_the_worker_goes_on(
