@@ -310,6 +310,23 @@ def test_the_end_of_a_completed_job_whose_worker_died_over_its_note_is_noted(
     assert end_of(jobs, job) == events[-1]
 
 
+def test_an_end_elsewhere_after_a_resume_takes_the_place_of_the_end_that_was_noted_here(
+    jobs: JobQueue, start: Start
+) -> None:
+    worker = start()
+    job = cancelled(jobs, worker)
+    folder = worker.settings.checkpoints_dir / job
+    late = LateEnds(jobs.client, jobs.keys, worker.rooms.collector._judge, quiet_s=0.0)
+    late.note(folders(worker.settings.checkpoints_dir))
+    assert {path.suffix for path in folder.iterdir()} > {".end"}
+    jobs.resume(job)
+    claim = jobs.take(exact_wait_s=0, reach="another data dir")
+    jobs.scripts.publish(claim.fence, [Token(5, claim.tokens + 1, "x", None)])
+    jobs.scripts.finish(claim.fence, state="completed", finish_reason="stop")
+    late.note(folders(worker.settings.checkpoints_dir))
+    assert {path.suffix for path in folder.iterdir()} == {".end"}
+
+
 def test_an_end_is_noted_once_and_not_while_its_writer_may_be_about_to(
     jobs: JobQueue, start: Start
 ) -> None:

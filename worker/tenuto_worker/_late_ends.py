@@ -29,6 +29,9 @@ _PAGE = 1000
 _OVER = (b"completed", b"failed", b"cancelled")
 _FIELDS = ["state", "epoch", "finished_at"]
 
+_Seen = tuple[float, bytes | None]
+"""When a folder changed, and the epoch of its job."""
+
 
 class LateEnds:
     """Looks through the folders of ended jobs.
@@ -44,26 +47,29 @@ class LateEnds:
         self._keys = keys
         self._judge = judge
         self._quiet_s = quiet_s
-        self._done: dict[str, float] = {}
+        self._done: dict[str, _Seen] = {}
 
     def note(self, found: Iterable[Folder]) -> None:
         """Note of each folder's job how it ended, if it has and nobody noted it."""
-        done = {}
-        for folder in found:
-            if self._done.get(folder.job_id) == folder.changed_at or self._look(folder):
-                done[folder.job_id] = folder.changed_at
-        self._done = done
+        looks = {folder.job_id: self._look(folder) for folder in found}
+        self._done = {job_id: seen for job_id, seen in looks.items() if seen is not None}
 
-    def _look(self, folder: Folder) -> bool:
-        """Whether the folder needs no further look until it changes."""
+    def _look(self, folder: Folder) -> _Seen | None:
+        """What was seen, if the folder needs no further look until that changes. A job may be
+        resumed and end elsewhere, which changes nothing here."""
         if time.time() - folder.changed_at < self._quiet_s:
-            return False
+            return None
         values: Any = self._client.hmget(self._keys.job(folder.job_id), _FIELDS)
-        if values[0] not in _OVER or self._judge.worth(folder) is Worth.EVERYTHING:
-            return False
+        seen = (folder.changed_at, values[1])
+        if values[0] not in _OVER:
+            return None
+        if self._done.get(folder.job_id) == seen:
+            return seen
+        if self._judge.worth(folder) is Worth.EVERYTHING:
+            return None
         if None in values or not values[1].isdigit():
             get_log(job=folder.job_id).warning("end not noted", error="the job's hash is damaged")
-            return True
+            return seen
         try:
             self._note(read_job(folder.path), *values)
         except redis.ResponseError as error:
@@ -72,17 +78,17 @@ class LateEnds:
             get_log(job=folder.job_id).warning("end not noted", error=str(error))
         except (CheckpointError, ProtocolError, UnknownMeta) as error:
             get_log(job=folder.job_id).warning("end not noted", error=str(error))
-        return True
+        return seen
 
     def _note(self, job: StoredJob, state: bytes, epoch: bytes, finished_at: bytes) -> None:
-        newest = max((each.epoch for each in files_of(job)), default=0)
+        # An end of an earlier epoch is of before a resume: the job went on elsewhere.
+        newest = max(int(epoch), *(each.epoch for each in files_of(job)))
         begun = next((each for each in job.attempts if each.meta is not None), None)
         if begun is None or any(end.epoch == newest and not end.damage for end in job.ends):
             return
         tokens, end = self._read(job.job_id)
         if end is None or end.index != len(tokens):
             return
-        newest = max(int(epoch), newest)
         meta = replace(JobMeta.read(begun.meta or {}), epoch=newest)
         store = CheckpointStore(job.folder, epoch=newest, meta=meta.pack())
         store.open(begun.prompt, begun.seed)
