@@ -321,7 +321,7 @@ def test_an_end_elsewhere_after_a_resume_takes_the_place_of_the_end_that_was_not
     assert {path.suffix for path in folder.iterdir()} > {".end"}
     jobs.resume(job)
     claim = jobs.take(exact_wait_s=0, reach="another data dir")
-    jobs.scripts.publish(claim.fence, [Token(5, claim.tokens + 1, "x", None)])
+    jobs.scripts.publish(claim.fence, [Token(5, claim.tokens + 1, "x", -1.0)])
     jobs.scripts.finish(claim.fence, state="completed", finish_reason="stop")
     late.note(folders(worker.settings.checkpoints_dir))
     assert {path.suffix for path in folder.iterdir()} == {".end"}
