@@ -10,7 +10,7 @@ from typing import Any
 
 Remembered = dict[str, list[Any]]
 """The path of a model file -> [size, mtime_ns, digest]; `sizes 1 <fingerprint>` of a geometry ->
-what `Sizes` packs."""
+what `Sizes` packs; `longest 1 <fingerprint> <packages>` -> what `longest_of` found."""
 
 
 def read_remembered(file: Path | None) -> Remembered:

@@ -67,12 +67,20 @@ def test_a_hollow_model_reads_no_weights_even_where_it_is_evaluated(tmp_path: Pa
     assert mx.get_active_memory() - before < 4096 < weights
 
 
+def sizes_key(remembered: dict[str, Any], facts: ModelFacts) -> str:
+    """Under which the sizes stand; the same geometry has other keys, too."""
+    (key,) = (
+        key for key in remembered if key.startswith("sizes ") and facts.geometry.fingerprint in key
+    )
+    return key
+
+
 def test_sizes_are_found_out_once(tmp_path: Path) -> None:
     folder, file = build_tiny_model(tmp_path / "model"), tmp_path / "hashes.json"
     facts = model_facts(folder, hash_cache=file)
     assert model_facts(folder, hash_cache=file) == facts
     remembered = json.loads(file.read_text())
-    (key,) = (key for key in remembered if facts.geometry.fingerprint in key)
+    key = sizes_key(remembered, facts)
     remembered[key][0] += 1
     file.write_text(json.dumps(remembered))
     again = model_facts(folder, hash_cache=file)
@@ -87,7 +95,7 @@ def test_remembered_sizes_that_are_damaged_are_found_out_anew(tmp_path: Path, da
     folder, file = build_tiny_model(tmp_path / "model"), tmp_path / "hashes.json"
     facts = model_facts(folder, hash_cache=file)
     remembered = json.loads(file.read_text())
-    (key,) = (key for key in remembered if facts.geometry.fingerprint in key)
+    key = sizes_key(remembered, facts)
     file.write_text(json.dumps(remembered | {key: damage}))
     assert model_facts(folder, hash_cache=file) == facts
 
