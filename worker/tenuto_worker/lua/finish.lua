@@ -5,7 +5,7 @@
 local id, epoch, nonce, durable, state = unpack(A)
 if not owned(id, epoch, nonce) then return { 'fenced', 0 } end
 local published = tonumber(get(id, 'tokens'))
-if published < tonumber(A[11]) then return { 'gap', published } end
+if published < tonumber(A[11] or 0) then return { 'gap', published } end
 -- First what a full server lets pass: the end of a job makes room.
 redis.call('DEL', key_lease(id))
 redis.call('HSET', key_job(id), 'durable', durable)
