@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tenuto_worker._calls import Fence
+from tenuto_worker._answers import Fence
 
 TRUST = ((32, 2, 2), (128, 8, 10), (256, 256, 0))
 """After a first, second and further crash: the new tokens after which a job is trusted again; or

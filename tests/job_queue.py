@@ -21,7 +21,8 @@ from tenuto_client import (
     unpack_entry,
 )
 from tenuto_client._records import EndEvent, StateEvent
-from tenuto_worker._calls import Claim, Left, claim_call
+from tenuto_worker._answers import Claim, Left
+from tenuto_worker._calls import claim_call
 
 MODEL = "tiny"
 HOLDER = "host-dir-0"

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tenuto_client import Token
+from tenuto_worker._answers import Fence, Published, Renewed
 from tenuto_worker._calls import (
     Bound,
-    Fence,
-    Published,
-    Renewed,
     bind_call,
     expire_call,
     finish_call,

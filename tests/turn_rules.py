@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from expected_job import Expected
-from tenuto_worker._calls import Fence, Yield
+from tenuto_worker._answers import Fence, Yield
 
 PATIENCE_S = 4.5
 """So long a job waits before anything makes way for it."""

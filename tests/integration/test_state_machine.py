@@ -29,7 +29,8 @@ from servers import RealServer
 from still_clock import MARGIN, STEP, StillClock
 from tenuto_client import Keys, Token, script_source, ticket_payload, unpack_entry
 from tenuto_client._records import EndEvent, StateEvent
-from tenuto_worker._calls import Claim, Fence, PublishStatus, claim_call
+from tenuto_worker._answers import Claim, Fence, PublishStatus
+from tenuto_worker._calls import claim_call
 
 MODEL = "m"
 JOB = "job"

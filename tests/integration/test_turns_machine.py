@@ -36,7 +36,8 @@ from tenuto_client import (
     script_source,
     ticket_payload,
 )
-from tenuto_worker._calls import Claim, Fence, Yield, claim_call, preempt_call
+from tenuto_worker._answers import Claim, Fence, Yield
+from tenuto_worker._calls import claim_call, preempt_call
 from turn_rules import HOLD_S, HOME_S, MEMORY_S, PATIENCE_S, Book, Member, Terms
 
 MODELS = ("m", "n")

@@ -14,7 +14,8 @@ from job_queue import MODEL, JobQueue, story
 from raw_worker import RawWorker
 from step_worker import StepWorker
 from tenuto_client import JobFailed, JobState, SyncClient
-from tenuto_worker._calls import Swept, sweep_call
+from tenuto_worker._answers import Swept
+from tenuto_worker._calls import sweep_call
 from tenuto_worker._housekeeper import Contact
 from tenuto_worker._redis import Outage, Patience
 from tenuto_worker._take_back import take_back

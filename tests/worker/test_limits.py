@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from job_queue import HOLDER, MODEL, JobQueue, story
-from tenuto_worker._calls import Fence, Renewed, Yield, preempt_call
+from tenuto_worker._answers import Fence, Renewed, Yield
+from tenuto_worker._calls import preempt_call
 
 
 def counts(jobs: JobQueue, model: str = MODEL) -> dict[str, int]:

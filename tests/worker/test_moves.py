@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from job_queue import HOLDER, JobQueue, story
-from tenuto_worker._calls import Claim, Fence, PublishStatus
+from tenuto_worker._answers import Claim, Fence, PublishStatus
 
 Act = Callable[[JobQueue, str, Fence], object]
 

@@ -11,7 +11,8 @@ import pytest
 from job_queue import DEFAULTS, HOLDER, MODEL, JobQueue, story
 from servers import RealServer
 from tenuto_client import JobSpec, pack_spec, script_source, ticket_payload
-from tenuto_worker._calls import Yield, depth_call, head_call, preempt_call
+from tenuto_worker._answers import Yield
+from tenuto_worker._calls import depth_call, head_call, preempt_call
 
 TENANTS = 3000
 MOST = 3000

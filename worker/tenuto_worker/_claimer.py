@@ -9,23 +9,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Final, TypedDict
+from typing import Final
 
 from . import _metrics as metrics
-from ._calls import (
-    Aside,
-    Call,
-    Head,
-    Left,
-    Taken,
-    Unreadable,
-    Yield,
-    claim_call,
-    finish_call,
-    head_call,
-    preempt_call,
-    suspect_call,
-)
+from ._answers import Aside, Head, Left, Taken, Unreadable, Yield
+from ._calls import Call, Terms, claim_call, finish_call, head_call, preempt_call, suspect_call
 from ._errors import RedisAway
 from ._logging import get_log
 from ._models import ModelPool
@@ -53,15 +41,6 @@ class Served:
     name: str
     fingerprint: str
     slots: int
-
-
-class _Terms(TypedDict):
-    fingerprint: str
-    reach: str
-    exact_wait_s: float
-    max_prompt: int | None
-    max_tokens: int | None
-    room_alone: int | None
 
 
 class Claimer:
@@ -173,7 +152,7 @@ class Claimer:
 
     def _has_suspect(self, model: str) -> bool:
         try:
-            call = suspect_call(model, **self._terms_alone(model))
+            call = suspect_call(model, **self._terms(model))
             return bool(self._outage.attempt(partial(self._scripts.run, call)))
         except RedisAway:
             return False
@@ -206,7 +185,7 @@ class Claimer:
             self._yielding.make_room(runs, head.job_id)
 
     def _head_call(self, model: str) -> Call[Head | None]:
-        return head_call(model, **self._terms_alone(model))
+        return head_call(model, **self._terms(model))
 
     def _preempt_call(self, model: str, *, for_slot: bool, may_empty: bool) -> Call[Yield | None]:
         return preempt_call(
@@ -216,11 +195,11 @@ class Claimer:
             hold_s=self._settings.preempt_hold_seconds,
             room=self._pool.room(model),
             may_empty=may_empty,
-            **self._terms_alone(model),
+            **self._terms(model),
         )
 
-    def _terms_alone(self, model: str) -> _Terms:
-        """What this worker takes when it runs nothing."""
+    def _terms(self, model: str) -> Terms:
+        """What this worker takes of the model's jobs."""
         return {
             "fingerprint": self._served[model].fingerprint,
             "reach": self._reach,
@@ -301,16 +280,11 @@ class Claimer:
             model,
             holder=self._holder,
             nonce=nonce,
-            fingerprint=self._served[model].fingerprint,
-            reach=self._reach,
             lease_ms=self._settings.lease_ms,
-            exact_wait_s=self._settings.exact_wait_seconds,
             again=again,
-            max_prompt=self._settings.max_prompt,
-            max_tokens=self._settings.max_tokens,
             room=self._pool.room(model),
             alone=self._yielding.is_alone(),
-            room_alone=self._pool.max_context(model),
             memory_wait_s=0.0 if self._room.is_next(model) else self._settings.memory_wait_seconds,
+            **self._terms(model),
         )
         return self._scripts.run(call)

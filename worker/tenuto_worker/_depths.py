@@ -6,7 +6,8 @@ import time
 from collections.abc import Iterable
 from typing import Final
 
-from ._calls import Depth, depth_call
+from ._answers import Depth
+from ._calls import depth_call
 from ._errors import RedisAway
 from ._redis import Outage
 from ._scripts import JobScripts

@@ -17,7 +17,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from ._calls import Depth
+from ._answers import Depth
 from ._health import Health, Stage
 from ._hosted import ModelState
 from ._redis import Outage

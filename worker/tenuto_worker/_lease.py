@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 
 from . import _metrics as metrics
-from ._calls import Call, Renewed, renew_call
+from ._answers import Renewed
+from ._calls import Call, renew_call
 from ._errors import RedisAway
 from ._redis import Outage
 from ._run import Run, Runs, Stop

@@ -14,16 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import _metrics as metrics
-from ._calls import (
-    Call,
-    Finished,
-    Published,
-    PublishStatus,
-    bind_call,
-    finish_call,
-    publish_call,
-    release_call,
-)
+from ._answers import Finished, Published, PublishStatus
+from ._calls import Call, bind_call, finish_call, publish_call, release_call
 from ._errors import RedisAway
 from ._redis import Backoff, Outage
 from ._run import End, EndKind, Phase, Run, Runs, Stop

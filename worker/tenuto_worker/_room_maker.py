@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from ._calls import Call, Head, provide_call
+from ._answers import Head
+from ._calls import Call, provide_call
 from ._errors import RedisAway
 from ._models import ModelPool
 from ._redis import Outage

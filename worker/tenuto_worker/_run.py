@@ -14,7 +14,8 @@ import msgpack
 from tenuto_client import ProtocolError, Token
 
 from . import _metrics as metrics
-from ._calls import Bound, Claim, Fence
+from ._answers import Claim, Fence
+from ._calls import Bound
 from ._logging import Log, get_log
 from ._spans import begin_span, trace_id
 

@@ -19,7 +19,7 @@ import os
 from importlib.metadata import entry_points
 from typing import Any, Protocol
 
-from ._calls import Claim
+from ._answers import Claim
 from ._errors import ConfigError
 
 _NAME = "tenuto.attempt"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from ._calls import Yield
+from ._answers import Yield
 from ._logging import get_log
 from ._run import Run, Runs, Stop
 
