@@ -40,6 +40,7 @@ class StreamReader:
         self._tails = tails
         self._keys = keys
         self._job_id = job_id
+        self._stream = keys.stream(job_id)
         self._seen = after
         self._backoff = Backoff(reconnect_timeout)
         self._shown: set[tuple[bytes, bytes]] = set()
@@ -75,7 +76,7 @@ class StreamReader:
 
     async def _next(self) -> list[Event]:
         read = self._tails.wait if self._wait else self._tails.read
-        entries = await read(self._keys.stream(self._job_id), self._cursor)
+        entries = await read(self._stream, self._cursor)
         self._wait = True
         return self._digest(entries) if entries else await self._look()
 
@@ -97,7 +98,7 @@ class StreamReader:
         return events
 
     def _new_tokens(self, tokens: list[Token]) -> list[Token]:
-        new = [token for token in tokens if token.index > self._seen]
+        new = tokens[max(0, self._seen + 1 - tokens[0].index) :] if tokens else []
         if new and new[0].index != self._seen + 1:
             raise ProtocolError(
                 f"job {self._job_id}: token {new[0].index} follows {self._seen} in its stream",
@@ -137,10 +138,9 @@ class StreamReader:
 
         That is so when the caller asks for more than there is, or when the server lost its tail.
         """
-        stream = self._keys.stream(self._job_id)
-        if entries := await self._tails.read(stream, self._cursor):
+        if entries := await self._tails.read(self._stream, self._cursor):
             return self._digest(entries)
-        last = await self._redis.once("XREVRANGE", stream, "+", "-", "COUNT", 1)
+        last = await self._redis.once("XREVRANGE", self._stream, "+", "-", "COUNT", 1)
         if not last:
             if not await self._redis.once("EXISTS", self._keys.job(self._job_id)):
                 raise JobGone(self._job_id)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from ._redis import Connection
@@ -31,8 +31,10 @@ class ReadEntry(NamedTuple):
 
 @dataclass(slots=True)
 class _Wait:
+    """A read that waits, and what each of its readers awaits."""
+
     task: asyncio.Task[list[ReadEntry]]
-    readers: int = 0
+    readers: set[asyncio.Future[list[ReadEntry]]] = field(default_factory=set)
 
 
 class Tails:
@@ -54,33 +56,42 @@ class Tails:
     async def wait(self, key: str, after: bytes) -> list[ReadEntry]:
         """The same, once there are some; none after about a second, or less."""
         place = (key, after)
-        wait = self._waits.get(place)
-        if wait is None:
-            wait = self._waits[place] = _Wait(asyncio.create_task(self._serve(place)))
-        wait.readers += 1
+        wait = self._waits.get(place) or self._start(place)
+        # A future each and no shield, which takes every reader twice through the event loop.
+        reader: asyncio.Future[list[ReadEntry]] = asyncio.get_running_loop().create_future()
+        wait.readers.add(reader)
         try:
-            # One reader that is cancelled is no reason for the others to stop.
-            return await asyncio.shield(wait.task)
+            return await reader
         finally:
-            wait.readers -= 1
+            wait.readers.discard(reader)
+            # One reader that is cancelled is no reason for the others to stop.
             if not wait.readers and not wait.task.done():
-                self._forget(place, wait.task)
+                self._forget(place, wait)
                 wait.task.cancel()
 
-    async def _serve(self, place: _Place) -> list[ReadEntry]:
-        task = asyncio.current_task()
-        assert task is not None
-        # Nobody may be left to hear of its error.
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())
-        try:
-            return await self._xread(*place, "BLOCK", _BLOCK_MS)
-        finally:
-            # Before its readers go on: who then waits at the same place wants another answer.
-            self._forget(place, task)
+    def _start(self, place: _Place) -> _Wait:
+        task = asyncio.create_task(self._xread(*place, "BLOCK", _BLOCK_MS))
+        wait = self._waits[place] = _Wait(task)
+        task.add_done_callback(lambda _: self._serve(place, wait))
+        return wait
 
-    def _forget(self, place: _Place, task: asyncio.Task[list[ReadEntry]]) -> None:
-        wait = self._waits.get(place)
-        if wait is not None and wait.task is task:
+    def _serve(self, place: _Place, wait: _Wait) -> None:
+        # Before its readers go on: who then waits at the same place wants another answer.
+        self._forget(place, wait)
+        cancelled = wait.task.cancelled()
+        error = None if cancelled else wait.task.exception()
+        for reader in wait.readers:
+            if reader.done():
+                continue
+            if cancelled:
+                reader.cancel()
+            elif error is not None:
+                reader.set_exception(error)
+            else:
+                reader.set_result(wait.task.result())
+
+    def _forget(self, place: _Place, wait: _Wait) -> None:
+        if self._waits.get(place) is wait:
             del self._waits[place]
 
     async def _xread(self, key: str, after: bytes, *block: Any) -> list[ReadEntry]:

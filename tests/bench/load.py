@@ -127,6 +127,7 @@ class Load:
             **with_site(HERE / "load_site"),
             "LOAD_STAMPS": str(self._stamps),
             "LOAD_STEP_MS": str(self._args.step_ms),
+            "LOAD_WORK_FIRST": "1" if self._args.work_first else "",
         }
         model = build_tiny_model(self._folder / "model")
         return WorkerProcess(
@@ -272,6 +273,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     whole("--seconds", 60, "to measure")
     whole("--warm-up", 5, "seconds before")
     whole("--step-ms", 50, "milliseconds of a decode step, at least")
+    parser.add_argument(
+        "--work-first", action="store_true",
+        help="compute at the begin of a step, beside the carrying of the tokens before it",
+    )  # fmt: skip
     parser.add_argument(
         "--depths", type=lambda text: [int(each) for each in text.split(",")],
         default=[100, 1000, 5000, 20000], metavar="N,N", help="of the queue, for its cost",

@@ -2,7 +2,9 @@
 
 `LOAD_STAMPS` is the file for it, one line a token, `<what> <job> <index> <ns>` by the monotonic
 clock: *made* is when the decode thread has it, *sent* when Redis has confirmed it. `LOAD_STEP_MS`
-is how long a step of the engine takes at least, as on a device that the host waits for.
+is how long a step of the engine takes, as on a device that the host waits for: tokens are carried
+while nothing computes, and the model's own work is at the end of the step. `LOAD_WORK_FIRST` puts
+it at the begin, where it competes for the cores with whoever carries the tokens.
 """
 
 from __future__ import annotations
@@ -54,16 +56,25 @@ def _watch_publisher(stamps: _Stamps) -> None:
     publisher.appended, publisher._take_published = note_made, note_sent
 
 
-def _slow_down(seconds: float) -> None:
+def _slow_down(seconds: float, *, work_first: bool) -> None:
     from tenuto_engine import Engine
 
     engine: Any = Engine
     step = engine.step
+    ended = work = 0.0
 
     def paced(self: Any) -> Any:
-        end = time.monotonic() + seconds
+        nonlocal ended, work
+        left = ended + seconds - work - time.monotonic()
+        if not work_first:
+            time.sleep(min(max(0.0, left), seconds))
+        began = time.monotonic()
         events = step(self)
-        time.sleep(max(0.0, end - time.monotonic()))
+        if work_first:
+            time.sleep(max(0.0, began + seconds - time.monotonic()))
+        ended = time.monotonic()
+        # Of late, so that a step that the machine held up does not hasten those after it.
+        work = 0.9 * work + 0.1 * (ended - began)
         return events
 
     engine.step = paced
@@ -71,4 +82,6 @@ def _slow_down(seconds: float) -> None:
 
 if _is_worker():
     _watch_publisher(_Stamps(os.environ["LOAD_STAMPS"]))
-    _slow_down(float(os.environ["LOAD_STEP_MS"]) / 1000)
+    _slow_down(
+        float(os.environ["LOAD_STEP_MS"]) / 1000, work_first=bool(os.environ.get("LOAD_WORK_FIRST"))
+    )
