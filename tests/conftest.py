@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from consulting import Doctor, consult
 from servers import RealServer
 
 
@@ -39,3 +41,13 @@ def server() -> Iterator[RealServer]:
     """A server of this test alone, to be killed, paused and restarted at will."""
     with RealServer() as private:
         yield private
+
+
+@pytest.fixture
+def doctor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Doctor:
+    """`tenuto doctor`, which knows nothing but what it is given."""
+    monkeypatch.setenv("TENUTO_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.delenv("TENUTO_REDIS_URL", raising=False)
+    return lambda *words: consult(capsys, *words)

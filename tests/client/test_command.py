@@ -511,21 +511,6 @@ def test_doctor_finds_work_that_nobody_does(
     assert first in found["jobs"]["says"]
 
 
-def test_doctor_names_jobs_on_disk_that_redis_lost(
-    keys: Keys, redis_url: str, raw: Any, tmp_path: Path
-) -> None:
-    for name in ("lost", "deleted", "empty"):
-        folder = tmp_path / "checkpoints" / name
-        folder.mkdir(parents=True)
-        if name != "empty":
-            (folder / "00000001-a.log").write_bytes(b"x")
-    raw.zadd(keys.removed(), {"deleted": 1})
-    tenuto = Tenuto(redis_url, keys.namespace, tmp_path)
-    found = {line["subject"]: line for line in lines(tenuto("doctor", "--json"))}
-    assert found["lost"]["says"].startswith("1 job with checkpoints")
-    assert "tenuto checkpoints recover" in found["lost"]["fix"]
-
-
 def test_doctor_finds_a_server_that_does_not_answer(tenuto: Tenuto) -> None:
     found = {
         line["subject"]: line
