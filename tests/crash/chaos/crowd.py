@@ -139,9 +139,9 @@ class Crowd:
                 return
             await asyncio.sleep(_EVERY_S)
 
-    def waiting_for(self) -> list[str]:
-        """Who has no end yet."""
-        return [f"{each} at {each.count}" for each in self._open()]
+    def waiting_for(self) -> dict[str, int]:
+        """Who has no end yet, and how many tokens they have."""
+        return {str(each): each.count for each in self._open()}
 
     async def _goes_on(self, patron: Patron) -> bool:
         """Whether a job that its user took for ended has not; it is taken up again."""

@@ -155,13 +155,32 @@ class Storm:
     # -- what must hold --------------------------------------------------------------------
 
     async def _calm_down(self) -> None:
-        """G1: everything that was accepted, and not deleted, has an end."""
-        try:
-            async with asyncio.timeout(_CALM_S):
-                await self._crowd.calm_down()
-        except TimeoutError:
-            for who in self._crowd.waiting_for():
-                self._violated("G1 no loss", f"{who} has no end {_CALM_S:g} s after the last fault")
+        """G1: everything that was accepted, and not deleted, has an end.
+
+        A machine with other things to do takes long for it; what counts is that each gets on.
+        """
+        calming = asyncio.create_task(self._crowd.calm_down())
+        moved: dict[str, tuple[int, float]] = {}
+        stuck: list[str] = []
+        while not (calming.done() or stuck):
+            await asyncio.wait([calming], timeout=1)
+            now = time.monotonic()
+            # With nobody open, what the server has forgotten is looked for again and again.
+            waiting = self._crowd.waiting_for() or {"the crowd": 0}
+            moved = {
+                who: moved[who] if moved.get(who, (-1, now))[0] == tokens else (tokens, now)
+                for who, tokens in waiting.items()
+            }
+            stuck = [who for who, (_, since) in moved.items() if now - since > _CALM_S]
+        calming.cancel()
+        await asyncio.wait([calming])
+        if not calming.cancelled():
+            calming.result()
+        for who in stuck:
+            self._violated(
+                "G1 no loss",
+                f"{who} has no end, and for {_CALM_S:g} s no token behind {moved[who][0]}",
+            )
         for error in self._crowd.failed_acts:
             self._violated("what users asked for", error)
         for patron, broken in self._crowd.broken.items():
