@@ -37,6 +37,7 @@ help: ## Show this list
 		'Settings:   PYTHON=python3.12   the Python to build .venv with (3.11 or newer)' \
 		'            CUDA=1              with setup: MLX on an NVIDIA GPU instead of the CPU' \
 		'            ARGS="-k name"      with test: more arguments for pytest' \
+		'            JOBS=1              with test: one after the other, as a debugger needs it' \
 		'            UV=                 set up with pip alone, even where uv is installed' '' \
 		'The first call makes .venv (about two minutes); later calls find it ready.'
 
@@ -47,13 +48,18 @@ setup: $(READY) ## Make .venv with everything in it; does nothing when it is up 
 demo: $(READY) ## Kill a worker in mid-generation and watch the story go on, bit for bit
 	@$(BIN)/tenuto demo
 
+# Tests mostly wait for the processes that they start. A file's tests stay together, as they share
+# what takes long to set up.
+JOBS ?= 2
+parallel = $(if $(filter-out 0 1,$(JOBS)),--numprocesses=$(JOBS) --dist=loadfile)
+
 .PHONY: test
 test: $(READY) ## Run the tests, but for those marked slow
-	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+	$(BIN)/python -m pytest -m 'not slow' $(parallel) $(ARGS)
 
 .PHONY: test-all
 test-all: $(READY) ## Run all tests
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(parallel) $(ARGS)
 
 .PHONY: check
 check: $(READY) ## Lint, formatting, strict types, and who may import whom
