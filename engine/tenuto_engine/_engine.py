@@ -31,7 +31,7 @@ from tenuto_engine._longest import longest_token
 from tenuto_engine._model import LoadedModel
 from tenuto_engine._options import GenerationOptions
 from tenuto_engine._prefill import PrefillTurn, prefill_step
-from tenuto_engine._prefix import NOTHING, Prefix, PrefixCache, PrefixOffers
+from tenuto_engine._prefix import NO_PREFIX, Prefix, PrefixCache, PrefixOffers
 from tenuto_engine._row_cost import RowCost, row_cost
 from tenuto_engine._sequence import Sequence, SequenceState, TokenEvent
 from tenuto_engine._slots import Row, Slots
@@ -231,7 +231,7 @@ class Engine:
             options: the same; generated tokens at the end of ``prompt_tokens`` are left out.
         """
         if self._prefix_cache is None:
-            return NOTHING
+            return NO_PREFIX
         generated = options.initial_generated_tokens if options else 0
         prompt = prompt_tokens[: len(prompt_tokens) - generated]
         return self._prefix_cache.find(self.geometry.fingerprint, prompt, self._chunk)

@@ -41,7 +41,7 @@ class Prefix:
     caches: tuple[CacheState, ...]
 
 
-NOTHING: Final = Prefix(0, ())
+NO_PREFIX: Final = Prefix(0, ())
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ class PrefixCache:
             if block is None:
                 break
             chain.append(block)
-        found = NOTHING
+        found = NO_PREFIX
         if chain:
             self._touch([block.name for block in chain])
             try:
