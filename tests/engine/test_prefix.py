@@ -83,6 +83,10 @@ def test_the_last_token_of_a_prompt_is_always_read(
     told = [Told(engine, prompt, **STYLES[style], max_tokens=10) for _ in range(2)]
     assert [each.run for each in told] == [plain, plain]
     assert told[1].found == (length - 1) // BLOCK * BLOCK
+    # Where a longer one was read before, all of this one is known.
+    Told(engine, text(length + BLOCK))
+    again = Told(engine, prompt, **STYLES[style], max_tokens=10)
+    assert (again.found, again.run) == ((length - 1) // BLOCK * BLOCK, plain)
 
 
 def test_neither_what_decode_wrote_nor_half_a_block_is_kept(
@@ -117,8 +121,12 @@ def test_caches_that_the_caller_filled_are_not_taken_in(llama: Engine) -> None:
     prompt = tokens + text(60)
     cache = cached()
     engine = engine_in_memory(llama, model, prefix_cache=cache)
+    before = Told(engine, tokens)
+    assert before.found == 0
     Told(engine, prompt, cache=saved.caches, cached_tokens=len(tokens))
-    assert Told(engine, prompt).found == 0
+    again = Told(engine, prompt)
+    assert again.found == (len(tokens) - 1) // BLOCK * BLOCK
+    assert again.run == Told(engine_in_memory(llama, model), prompt).run
 
 
 def test_a_prefix_is_of_its_model_chunk_and_tokens(llama: Engine, tmp_path: Path) -> None:
