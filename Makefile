@@ -86,6 +86,10 @@ bench-checkpoints: $(READY) ## What checkpoints cost, and how quickly they are r
 bench-load: $(READY) ## 5,000 queued jobs, 200 readers, 8 slots: latency, memory, turns, and what the queue costs
 	$(BIN)/python tests/bench/load.py $(ARGS)
 
+.PHONY: bench-prefix
+bench-prefix: $(READY) ## How much sooner the first token comes where an earlier prompt began alike
+	$(BIN)/python tests/bench/prefix.py $(ARGS)
+
 .PHONY: bench-recovery
 bench-recovery: $(READY) ## How long a job stands still when its worker goes
 	$(BIN)/python tests/bench/recovery.py $(ARGS)

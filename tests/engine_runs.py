@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cache_models import VOCABULARY, CacheModel, cache_model
-from tenuto_engine import Checkpoint, Engine, GenerationOptions, Token
+from tenuto_engine import Checkpoint, Engine, GenerationOptions, PrefixCache, Token
 from tenuto_engine import Sequence as Running
 from tenuto_engine._model import LoadedModel
 
@@ -61,7 +62,13 @@ def finish(engine: Engine, sequence: Running) -> Run:
     return Run(tokens, sequence.end_text, sequence.finish_reason)
 
 
-def engine_in_memory(other: Engine, model: CacheModel, *, chunk_size: int = 16) -> Engine:
+def engine_in_memory(
+    other: Engine,
+    model: CacheModel,
+    *,
+    chunk_size: int = 16,
+    prefix_cache: PrefixCache | None = None,
+) -> Engine:
     """An engine of a model that has no folder; the tokenizer is that of `other`."""
     loaded = LoadedModel(
         path=Path(model),
@@ -72,7 +79,11 @@ def engine_in_memory(other: Engine, model: CacheModel, *, chunk_size: int = 16) 
         context_length=4096,
         eos_token_ids=frozenset(),
     )
-    return Engine(loaded, slots=1, chunk_size=chunk_size, pipelined=False)
+    engine = Engine(
+        loaded, slots=1, chunk_size=chunk_size, pipelined=False, prefix_cache=prefix_cache
+    )
+    engine._geometry = replace(other.geometry, model_hash=model, chunk_size=chunk_size)
+    return engine
 
 
 def run_with_checkpoints(

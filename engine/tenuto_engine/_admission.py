@@ -104,6 +104,8 @@ def _check_token_options(
 
 def _caches(loaded: LoadedModel, options: GenerationOptions) -> tuple[list[Any], int]:
     given = options.cache
+    if given is None and options.prefix is not None and options.prefix.tokens:
+        return rebuild(options.prefix.caches, loaded.make_caches), options.prefix.tokens
     if given is None:
         return loaded.make_caches(), 0
     states = [cache for cache in given if isinstance(cache, CacheState)]
@@ -131,6 +133,7 @@ def _without_cache(options: GenerationOptions) -> GenerationOptions:
     """The same options; a row lives long, and the saved caches may take gigabytes."""
     kept = copy(options)
     object.__setattr__(kept, "cache", None)
+    object.__setattr__(kept, "prefix", None)
     return kept
 
 

@@ -57,7 +57,7 @@ def _checkpoint(commit: StoredCommit, arrays: Sequence[list[HostArray]]) -> Chec
         pending_logprob=said.pending_logprob,
         pending_top_logprobs=said.pending_top_logprobs,
         seed=commit.seed,
-        caches=[_cache_state(layout, each) for layout in said.layouts],
+        caches=[cache_state(layout, each) for layout in said.layouts],
         divergences=said.divergences,
         first_divergence=said.first_divergence,
         meta=commit.meta,
@@ -79,8 +79,9 @@ def origin_of(commit: StoredCommit) -> Origin:
     )
 
 
-def _cache_state(layout: Layout, arrays: Iterator[list[HostArray]]) -> CacheState:
+def cache_state(layout: Layout, arrays: Iterator[list[HostArray]]) -> CacheState:
+    """A cache from its layout and, leaf by leaf, its arrays."""
     if layout.kind == CACHE_LIST:
-        children = tuple(_cache_state(child, arrays) for child in layout.children)
+        children = tuple(cache_state(child, arrays) for child in layout.children)
         return CacheState(layout.kind, layout.meta, (), children)
     return CacheState(layout.kind, layout.meta, tuple(next(arrays)))

@@ -7,6 +7,7 @@ import traceback
 import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -30,6 +31,7 @@ from tenuto_engine._longest import longest_token
 from tenuto_engine._model import LoadedModel
 from tenuto_engine._options import GenerationOptions
 from tenuto_engine._prefill import PrefillTurn, prefill_step
+from tenuto_engine._prefix import NO_PREFIX, Prefix, PrefixCache, PrefixOffers
 from tenuto_engine._row_cost import RowCost, row_cost
 from tenuto_engine._sequence import Sequence, SequenceState, TokenEvent
 from tenuto_engine._slots import Row, Slots
@@ -49,8 +51,10 @@ class Engine:
         chunk_size: int,
         pipelined: bool | None,
         hash_cache: Path | None = None,
+        prefix_cache: PrefixCache | None = None,
     ) -> None:
         self._loaded = loaded
+        self._prefix_cache = prefix_cache
         self._slots = Slots(slots)
         self._chunk = chunk_size
         self._pipelined = pipelined
@@ -73,6 +77,7 @@ class Engine:
         chunk_size: int | None = None,
         pipelined: bool | None = None,
         hash_cache: StrPath | None = None,
+        prefix_cache: PrefixCache | None = None,
     ) -> Engine:
         """Load a model folder, or a Hugging Face repository by name.
 
@@ -86,6 +91,8 @@ class Engine:
                 changes the speed, never a bit.
             hash_cache: a file that remembers the hashes of model files, so that ``geometry``
                 reads unchanged weights only once.
+            prefix_cache: where prompts that begin alike share what their prefill computes. It may
+                be shared with other engines, and changes no bit.
 
         Raises:
             ModelLoadError: nothing usable is there. UnsupportedCache is one of those.
@@ -103,6 +110,7 @@ class Engine:
             chunk_size=chunk,
             pipelined=True if pipelined is None and on_gpu else pipelined,
             hash_cache=None if hash_cache is None else Path(hash_cache),
+            prefix_cache=prefix_cache,
         )
 
     @property
@@ -203,9 +211,42 @@ class Engine:
         """
         self._close_abandoned()
         self._slots.require_free()
-        row = admit(self._loaded, prompt_tokens, options or GenerationOptions(), self._chunk)
+        options = options or GenerationOptions()
+        if options.cache is None and options.prefix is None:
+            options = replace(options, prefix=self.find_prefix(prompt_tokens, options))
+        row = admit(self._loaded, prompt_tokens, options, self._chunk)
+        self._share_prefix(row, options)
         self._slots.seat(row)
         return row.sequence
+
+    def find_prefix(
+        self, prompt_tokens: Ids[int], options: GenerationOptions | None = None
+    ) -> Prefix:
+        """What of a prompt the prefix cache has, for ``GenerationOptions.prefix``.
+
+        It may read the disk; on any thread, so that the decode thread need not wait.
+
+        Args:
+            prompt_tokens: as ``add`` gets them.
+            options: the same; generated tokens at the end of ``prompt_tokens`` are left out.
+        """
+        if self._prefix_cache is None:
+            return NO_PREFIX
+        generated = options.initial_generated_tokens if options else 0
+        prompt = prompt_tokens[: len(prompt_tokens) - generated]
+        return self._prefix_cache.find(self.geometry.fingerprint, prompt, self._chunk)
+
+    def _share_prefix(self, row: Row, options: GenerationOptions) -> None:
+        # Caches that somebody else filled may hold what decode wrote, whose bits are others.
+        if self._prefix_cache is not None and options.cache is None:
+            row.offers = PrefixOffers(
+                self._prefix_cache,
+                self.geometry.fingerprint,
+                row.sequence.prompt,
+                self._chunk,
+                caches=row.caches,
+                position=row.position,
+            )
 
     def generate(
         self, prompt_tokens: Ids[int], options: GenerationOptions | None = None

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from tenuto_engine._cache_kinds import CACHE_LIST
-from tenuto_engine._delta import Commit, Delta, Layout, StateArray
+from tenuto_engine._delta import Blob, Commit, Delta, Layout, StateArray
 from tenuto_engine._records import Header, PayloadBlob, RecordType
 from tenuto_engine._token import Token
 
@@ -126,7 +126,27 @@ class End:
     at: float
 
 
-Content = Begin | Span | State | End
+@dataclass(frozen=True, slots=True)
+class BlockHeader:
+    """A block of a prefix.
+
+    Attributes:
+        name: 32 hex digits over the geometry and all tokens before ``stop``.
+        start, stop: absolute positions.
+        layouts: the caches at ``stop``, one a layer.
+        slices: the members of each blob of positions.
+        state: leaf and name of each state array, whose blobs follow those.
+    """
+
+    name: str
+    start: int
+    stop: int
+    layouts: tuple[Layout, ...]
+    slices: tuple[Slices, ...] = ()
+    state: tuple[tuple[int, str], ...] = ()
+
+
+Content = Begin | Span | State | End | BlockHeader
 
 
 # -- making ----------------------------------------------------------------------------
@@ -180,12 +200,7 @@ def span_header(delta: Delta, at: float = 0.0, state: StateRef | None = None) ->
 
 def span_blobs(delta: Delta) -> list[PayloadBlob]:
     """The payload of a PART or COMMIT record."""
-    # What could not be read again must not be written.
-    assert all(len(blob.members) == blob.data.shape[0] > 0 for blob in delta.blobs)
-    return [
-        PayloadBlob(blob.dtype, [list(member) for member in blob.members], blob.host())
-        for blob in delta.blobs
-    ]
+    return _positional_blobs(delta.blobs)
 
 
 def state_blobs(arrays: Sequence[StateArray]) -> list[PayloadBlob]:
@@ -197,6 +212,33 @@ def end_header(end: End) -> Header:
     """The map of an END record."""
     tokens = [_token_to_list(token) for token in end.tokens]
     return {"end": dict(end.end), "tokens": tokens, "at": float(end.at)}
+
+
+def block_header(block: BlockHeader, *, positional: int) -> Header:
+    """The map of a BLOCK record, of whose blobs the first ``positional`` hold positions."""
+    layouts, caches = _layouts_to_lists(block.layouts)
+    return {
+        "name": block.name,
+        "start": block.start,
+        "stop": block.stop,
+        "layouts": layouts,
+        "caches": caches,
+        "positional": positional,
+    }
+
+
+def block_blobs(blobs: Sequence[Blob], state: Sequence[StateArray]) -> list[PayloadBlob]:
+    """The payload of a BLOCK record."""
+    return [*_positional_blobs(blobs), *state_blobs(state)]
+
+
+def _positional_blobs(blobs: Sequence[Blob]) -> list[PayloadBlob]:
+    # What could not be read again must not be written.
+    assert all(len(blob.members) == blob.data.shape[0] > 0 for blob in blobs)
+    return [
+        PayloadBlob(blob.dtype, [list(member) for member in blob.members], blob.host())
+        for blob in blobs
+    ]
 
 
 def _layouts_to_lists(layouts: Sequence[Layout]) -> tuple[list[object], list[object]]:

@@ -15,6 +15,7 @@ from tenuto_engine._token import Token
 if TYPE_CHECKING:
     from tenuto_engine._checkpoint import Origin
     from tenuto_engine._live import LiveCheckpoint
+    from tenuto_engine._prefix import Prefix
 
 MAX_SEED: Final = 2**64 - 1
 MAX_TOP_LOGPROBS: Final = 20
@@ -65,6 +66,8 @@ class GenerationOptions:
         cached_tokens: how many tokens ``cache`` covers; None reads it from the cache.
         cache_origin: the place in a log that ``cache`` was loaded from; a store in whose folder
             that is goes on from there, and writes only what is new.
+        prefix: what ``Engine.find_prefix`` found, where there is no ``cache``; None has ``add``
+            look for it.
         initial_pending_token: the token that was sampled and is not in the cache.
         initial_pending_logprobs: its logprobs.
         initial_generated_tokens: how many of ``prompt_tokens`` were generated. With neither
@@ -103,6 +106,7 @@ class GenerationOptions:
     cache: Sequence[Any] | None = None
     cached_tokens: int | None = None
     cache_origin: Origin | None = None
+    prefix: Prefix | None = None
     initial_pending_token: int | None = None
     initial_pending_logprobs: PendingLogprobs | None = None
     initial_generated_tokens: int = 0

@@ -17,6 +17,7 @@ from tenuto_engine._errors import CheckpointError
 from tenuto_engine._headers import (
     STATE_FILES,
     Begin,
+    BlockHeader,
     Content,
     Continued,
     End,
@@ -51,6 +52,7 @@ class HeaderParser:
             RecordType.COMMIT: self._parse_commit,
             RecordType.STATE: _parse_state,
             RecordType.END: _parse_end,
+            RecordType.BLOCK: self._parse_block,
         }
 
     def parse(self, record: Record, header: Header) -> Content:
@@ -64,18 +66,36 @@ class HeaderParser:
 
     def _parse_part(self, record: Record, header: Header) -> Span:
         generation = _integer(header["generation"], "generation")
+        return Span(generation, *self._parse_positions(record, header, len(record.blobs)))
+
+    def _parse_positions(
+        self, record: Record, header: Header, count: int
+    ) -> tuple[int, int, tuple[Slices, ...]]:
+        """Start, stop, and the members of the first ``count`` blobs."""
         start = _integer(header["start"], "start", _MAX_POSITION)
         stop = _integer(header["stop"], "stop", _MAX_POSITION)
         _require(start <= stop, "it stops before it starts")
         slices = tuple(
             self._parse_slices(entry[3], blob.shape)
-            for entry, blob in zip(header[BLOBS], record.blobs, strict=True)
+            for entry, blob in zip(header[BLOBS][:count], record.blobs[:count], strict=True)
         )
         for each in slices:
             inside = min(each.positions) >= start and max(each.positions) + each.length <= stop
             _require(inside, "a blob holds positions outside its record's")
         _require(self._disjoint(slices), "two blobs hold the same positions")
-        return Span(generation, start, stop, slices)
+        return start, stop, slices
+
+    def _parse_block(self, record: Record, header: Header) -> BlockHeader:
+        positional = _integer(header["positional"], "positional", len(record.blobs))
+        start, stop, slices = self._parse_positions(record, header, positional)
+        return BlockHeader(
+            _string(header["name"], "name"),
+            start,
+            stop,
+            _parse_layouts(header["layouts"], header["caches"]),
+            slices,
+            _parse_state_members(header[BLOBS][positional:]),
+        )
 
     def _parse_slices(self, members: list[Any], shape: tuple[int, ...]) -> Slices:
         _require(len(shape) == _BLOB_RANK, "a blob of positions has another rank")
@@ -153,15 +173,19 @@ def _parse_continued(entry: object) -> Continued:
 
 
 def _parse_state(record: Record, header: Header) -> State:
+    return State(_parse_state_members(header[BLOBS]))
+
+
+def _parse_state_members(blobs: Sequence[Any]) -> tuple[tuple[int, str], ...]:
     members = []
-    for _, _, _, owners in header[BLOBS]:
+    for _, _, _, owners in blobs:
         match owners:
             case [[int(leaf), str(name)]]:
                 members.append((_integer(leaf, "leaf", MAX_LEAVES), name))
             case _:
                 raise Damaged("a state array has no leaf or name")
     _require(len(set(members)) == len(members), "two state arrays have one name")
-    return State(tuple(members))
+    return tuple(members)
 
 
 def _parse_end(record: Record, header: Header) -> End:

@@ -44,6 +44,8 @@ def _read_chunk(model: Forward, row: Row, end: int) -> None:
     _forward(model, row, end)
     # Evaluates the caches and nothing else, so a chunk's logits are never computed.
     settle_after_prefill(row.caches)
+    if row.offers is not None:
+        row.offers.border(row.caches, end)
     mx.clear_cache()
 
 

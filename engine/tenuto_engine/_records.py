@@ -61,6 +61,7 @@ class RecordType(IntEnum):
     COMMIT = 3
     STATE = 4
     END = 5
+    BLOCK = 6
 
 
 class BadRecord(Exception):

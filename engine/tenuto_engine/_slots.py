@@ -16,6 +16,7 @@ from tenuto_engine._errors import GenerationFailed, NoFreeSlot
 from tenuto_engine._live import LiveCheckpoint, Moment
 from tenuto_engine._logits import Likeliest, LogitsProcessors, in_order
 from tenuto_engine._options import GenerationOptions
+from tenuto_engine._prefix import PrefixOffers
 from tenuto_engine._sampler import Sampler
 from tenuto_engine._sequence import Drawn, Sequence
 
@@ -104,6 +105,7 @@ class Row:
             pending one to go on from.
         pending: the token after those in the caches; None in a prefill.
         origin: the place in a log that the caches were loaded from, or None.
+        offers: takes what its prefill writes for prompts that begin alike, or None.
     """
 
     sequence: Sequence
@@ -115,6 +117,7 @@ class Row:
     sampler: Sampler
     pending: Pending | None = None
     origin: Origin | None = None
+    offers: PrefixOffers | None = None
 
     def __post_init__(self) -> None:
         self._clock = CheckpointClock(self.sequence.options, max(self.generated, 0))

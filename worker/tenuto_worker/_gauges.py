@@ -26,7 +26,7 @@ from ._settings import VERSION, WorkerSettings
 from ._tallies import Distribution, Tally
 
 if TYPE_CHECKING:
-    from tenuto_engine import MemoryUse
+    from tenuto_engine import MemoryUse, PrefixCache
 
     from ._rooms import Rooms
 
@@ -52,6 +52,8 @@ class Gauges(Collector):
             yield from self._tokens(self.rooms.decoder.tallies)
             yield from self._checkpoints(self.rooms)
             yield _models(self.rooms.pool.states())
+            if self.rooms.pool.prefixes is not None:
+                yield from _prefixes(self.rooms.pool.prefixes)
             yield from _queue(self.rooms.depths.latest())
             # Before, MLX is not there yet, and the decode thread has to be the first to import it.
             if self._health.stage in (Stage.SERVING, Stage.DRAINING):
@@ -193,6 +195,14 @@ def _queue(depths: dict[str, Depth]) -> Iterator[Metric]:
         oldest.add_metric([model], depth.oldest_seconds)
     yield queued
     yield oldest
+
+
+def _prefixes(cache: PrefixCache) -> Iterator[Metric]:
+    stats = cache.stats
+    yield _count("tenuto_prefix_hits", "Prompts of which the beginning was known", stats.hits)
+    yield _count("tenuto_prefix_misses", "Prompts of which it was not", stats.misses)
+    yield _count("tenuto_prefix_tokens", "Prompt tokens that were not read again", stats.tokens)
+    yield _gauge("tenuto_prefix_memory_bytes", "Memory of what is known", cache.nbytes)
 
 
 def _memory(use: MemoryUse) -> Iterator[Metric]:

@@ -29,7 +29,7 @@ from ._run import End, EndKind, Run, Runs, end_of, stored_ids
 from ._settings import WorkerSettings
 
 if TYPE_CHECKING:
-    from tenuto_engine import Engine, MemoryUse, ModelFacts
+    from tenuto_engine import Engine, MemoryUse, ModelFacts, PrefixCache
 
 # What prefill, checkpoints on their way to the disk and MLX itself take beside weights and caches.
 RESERVE: Final = 0.05
@@ -68,6 +68,7 @@ class ModelPool:
         budget: bytes that weights and rows may take, with the reserve; infinite is no limit.
         loads: the loads of this worker.
         loaded_at: when a model was last loaded, by the monotonic clock.
+        prefixes: what prompts that begin alike share, of all models; None before the start.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class ModelPool:
         self.budget = math.inf
         self.loads = loads
         self.loaded_at = -math.inf
+        self.prefixes: PrefixCache | None = None
 
     # -- at the start ------------------------------------------------------------------
 
@@ -101,11 +103,16 @@ class ModelPool:
         Raises:
             ConfigError: none can be loaded; the message names each.
         """
-        from tenuto_engine import default_budget, limit_memory
+        from tenuto_engine import PrefixCache, default_budget, limit_memory
 
         given = self._settings.memory_budget
         self.budget = default_budget() if given is None else given
         limit_memory(self.budget)
+        self.prefixes = PrefixCache(
+            int(self._settings.prefix_memory),
+            self._settings.prefixes_dir,
+            int(self._settings.prefix_disk),
+        )
         self._starting = True
         feared = [each for each in self._hosted.values() if each.name in self.loads.deaths]
         for hosted in self._hosted.values():
@@ -359,6 +366,7 @@ class ModelPool:
                 chunk_size=self._settings.chunk_size,
                 pipelined=self._settings.pipelined,
                 hash_cache=self._settings.data_dir / "model-hashes.json",
+                prefix_cache=self.prefixes,
             )
             assert engine.geometry is not None
         except Exception as error:  # noqa: BLE001 - one model's trouble; the others go on

@@ -213,6 +213,8 @@ class Preparer:
         published: Sequence[Token],
         engine: Engine,
     ) -> Plan:
+        from tenuto_engine import NO_PREFIX
+
         geometry = engine.geometry
         assert spec.seed is not None, "submit draws one"
         checkpoint = self._checkpoints.choose(
@@ -225,9 +227,16 @@ class Preparer:
         store = run.store = self._checkpoints.store(run, geometry, label)
         save = self._outlets.save
         options = replace(options, on_decode_checkpoint=lambda taken: save(store, taken))
-        roads = [Road(prompt, replace(options, published_tokens=tuple(known)))]
+        replay = replace(options, published_tokens=tuple(known), prefix=NO_PREFIX)
+        roads = [Road(prompt, replay)]
         if checkpoint is not None:
             roads = [*resume_road(run, checkpoint, options, known, prompt), *roads]
+        covered = 0 if checkpoint is None else len(checkpoint.cache_tokens)
+        # A checkpoint in mid-prompt may be behind what others have read of the same.
+        prefix = engine.find_prefix(prompt) if covered < len(prompt) else NO_PREFIX
+        if prefix.tokens > covered:
+            roads.insert(0, Road(prompt, replace(replay, prefix=prefix)))
+        options = replace(options, prefix=prefix)
         if is_fast:
             roads.insert(0, prefill_road(prompt, known, options))
         run.durable = 0 if checkpoint is None else _covered(checkpoint)
@@ -239,6 +248,7 @@ class Preparer:
             # The names that `tenuto checkpoints list --json` has: with the prompt, and without it.
             cached_tokens=None if checkpoint is None else len(checkpoint.cache_tokens),
             checkpoint_tokens=None if checkpoint is None else checkpoint.generated_tokens,
+            prefix_tokens=prefix.tokens,
             exactness=run.exactness,
         )
         return Plan(run, engine, store, tuple(roads))

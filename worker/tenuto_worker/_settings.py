@@ -20,6 +20,7 @@ VERSION: Final = version("tenuto-worker")
 _PHASE_FACTORS: Mapping[str, float] = {"loading": 5.0, "restore": 5.0, "ending": 2.5}
 _LEAST_BUDGET = 16 * 2**20
 _MOST_PORTS = 65535
+SIZE = f"a size such as 2GiB or 500MB ({UNITS}), or 0"
 MEMORY = f"a size such as 20GiB or 500MB ({UNITS}), or none"
 BUDGET = f"a size of at least 16MiB, such as 20GiB or 500MB ({UNITS}), or none for no limit"
 
@@ -43,6 +44,8 @@ class WorkerSettings:
             and four fifths of what is free.
         memory_budget: bytes that models and their caches may take of the device's memory; infinite
             is no limit, None lets the engine choose by device.
+        prefix_memory, prefix_disk: bytes of host memory, beside `memory_budget`, and of the data
+            dir that the KV of prompts' beginnings may take; 0 is off.
         load_retry_seconds: after how long a model that could not be loaded is tried again; twice as
             long each time, up to five minutes.
         memory_wait_seconds: how long a job waits for memory that other models' jobs take by turns,
@@ -89,6 +92,8 @@ class WorkerSettings:
     max_tokens: int | None = None
     disk_budget: float | None = None
     memory_budget: float | None = None
+    prefix_memory: float = 256 * 2**20
+    prefix_disk: float = 2**30
     load_retry_seconds: float = 10.0
     memory_wait_seconds: float = 30.0
     checkpoint_every_tokens: int = 256
@@ -130,6 +135,8 @@ class WorkerSettings:
             raise ConfigError("--disk-budget", f"must be above 0, is {self.disk_budget:g}")
         if self.memory_budget is not None and not self.memory_budget > 0:
             raise ConfigError("--memory-budget", f"must be above 0, is {self.memory_budget:g}")
+        _at_least("--prefix-memory", self.prefix_memory, 0)
+        _at_least("--prefix-disk", self.prefix_disk, 0)
         for flag in ("--chunk-size", "--max-prompt", "--max-tokens"):
             value = getattr(self, flag.removeprefix("--").replace("-", "_"))
             if value is not None:
@@ -148,6 +155,11 @@ class WorkerSettings:
     @property
     def renew_every(self) -> float:
         return self.renew_seconds or self.lease_seconds * 0.3
+
+    @property
+    def prefixes_dir(self) -> Path:
+        """Holds the KV of prompts' beginnings, which is only ever a saving of time."""
+        return self.data_dir / "prefixes"
 
     @property
     def checkpoints_dir(self) -> Path:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from tenuto_client import Settings
+from tenuto_client._sizes import parse_size
 from tenuto_client.keys import MODEL_NAME, MODEL_NAME_HINT
 from tenuto_worker._errors import ConfigError, StartError
-from tenuto_worker._settings import BUDGET, MEMORY, WorkerSettings, disk_budget, size
+from tenuto_worker._settings import BUDGET, MEMORY, SIZE, WorkerSettings, disk_budget, size
 
 HELP = "take queued jobs of some models and decode them"
 JSON = False
@@ -55,6 +56,7 @@ _KINDS: Final[Mapping[Callable[[str], Any], str]] = {
     float: "a number",
     disk_budget: BUDGET,
     size: MEMORY,
+    parse_size: SIZE,
     str: "a text",
 }
 _KNOBS: Final = (
@@ -87,6 +89,22 @@ _KNOBS: Final = (
         "models and the caches of their jobs take no more: 20GiB, 500MB, none (what the device "
         "recommends; nine tenths of a CUDA device's memory; seven tenths of the machine's without "
         "a GPU); models are loaded and unloaded by need",
+    ),
+    _Knob(
+        "--prefix-memory",
+        "prefix_memory",
+        parse_size,
+        "SIZE",
+        "keep what reading prompts computed in so much memory beside that, for prompts that begin "
+        "alike; 0 is off (256MiB)",
+    ),
+    _Knob(
+        "--prefix-disk",
+        "prefix_disk",
+        parse_size,
+        "SIZE",
+        "and in so much of the data dir, also for later and for other workers on it; 0 is off "
+        "(1GiB)",
     ),
     _Knob(
         "--max-prompt", "max_prompt", int, "N", "leave jobs with a longer prompt to others (none)"
