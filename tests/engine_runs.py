@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cache_models import VOCABULARY, CacheModel, cache_model
-from tenuto_engine import Checkpoint, Engine, GenerationOptions, Token
+from tenuto_engine import Checkpoint, Engine, GenerationOptions, KVScheme, Token
 from tenuto_engine import Sequence as Running
 from tenuto_engine._model import LoadedModel
 
@@ -61,18 +61,25 @@ def finish(engine: Engine, sequence: Running) -> Run:
     return Run(tokens, sequence.end_text, sequence.finish_reason)
 
 
-def engine_in_memory(other: Engine, model: CacheModel, *, chunk_size: int = 16) -> Engine:
+def engine_in_memory(
+    other: Engine,
+    model: CacheModel,
+    *,
+    chunk_size: int = 16,
+    head_dim: int | None = None,
+    kv_scheme: KVScheme | None = None,
+) -> Engine:
     """An engine of a model that has no folder; the tokenizer is that of `other`."""
     loaded = LoadedModel(
         path=Path(model),
-        model=cache_model(model),
+        model=cache_model(model, head_dim=head_dim),
         tokenizer=other.tokenizer,
         config={},
         vocab_size=VOCABULARY,
         context_length=4096,
         eos_token_ids=frozenset(),
     )
-    return Engine(loaded, slots=1, chunk_size=chunk_size, pipelined=False)
+    return Engine(loaded, slots=1, chunk_size=chunk_size, pipelined=False, kv_scheme=kv_scheme)
 
 
 def run_with_checkpoints(

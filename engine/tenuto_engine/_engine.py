@@ -21,10 +21,11 @@ from tenuto_engine._decode import (
     synchronous_step,
     take_published,
 )
-from tenuto_engine._errors import InvalidOption
+from tenuto_engine._errors import InvalidOption, UnsupportedScheme
 from tenuto_engine._fs import StrPath
 from tenuto_engine._generation import Generation
 from tenuto_engine._geometry import DECODE_WIDTH, Geometry, default_chunk, geometry_of
+from tenuto_engine._kv_scheme import KVScheme, check_width, scheme_of, text_of
 from tenuto_engine._live import LiveCheckpoint
 from tenuto_engine._longest import longest_token
 from tenuto_engine._model import LoadedModel
@@ -49,6 +50,7 @@ class Engine:
         chunk_size: int,
         pipelined: bool | None,
         hash_cache: Path | None = None,
+        kv_scheme: KVScheme | None = None,
     ) -> None:
         self._loaded = loaded
         self._slots = Slots(slots)
@@ -59,7 +61,8 @@ class Engine:
         self._generations: weakref.WeakKeyDictionary[Sequence, weakref.ref[Generation]]
         self._generations = weakref.WeakKeyDictionary()
         self._geometry: Geometry | None = None
-        self._row_cost = _cost(loaded, chunk_size)
+        self._kv_scheme = kv_scheme
+        self._row_cost = _cost(loaded, chunk_size, kv_scheme)
         self._hash_cache = hash_cache
         self._longest_token: int | None = None
         self._is_longest_known = False
@@ -73,6 +76,7 @@ class Engine:
         chunk_size: int | None = None,
         pipelined: bool | None = None,
         hash_cache: StrPath | None = None,
+        kv_scheme: KVScheme | str | None = None,
     ) -> Engine:
         """Load a model folder, or a Hugging Face repository by name.
 
@@ -86,16 +90,25 @@ class Engine:
                 changes the speed, never a bit.
             hash_cache: a file that remembers the hashes of model files, so that ``geometry``
                 reads unchanged weights only once.
+            kv_scheme: how the KV of all rows is quantized: a ``KVScheme``, or its text, such as
+                ``8:64:0``; ``config`` or ``config:START`` is the ``kv_config.json`` of the model;
+                None or ``none`` is full precision. Part of the geometry.
 
         Raises:
-            ModelLoadError: nothing usable is there. UnsupportedCache is one of those.
-            InvalidOption: ``slots`` or ``chunk_size`` is below 1.
+            ModelLoadError: nothing usable is there. UnsupportedCache and UnsupportedScheme are of
+                those.
+            InvalidOption: ``slots`` or ``chunk_size`` is below 1, or ``kv_scheme`` is no scheme.
         """
         on_gpu = mx.default_device().type == mx.DeviceType.gpu
         chunk = default_chunk() if chunk_size is None else chunk_size
         for name, value in (("slots", slots), ("chunk_size", chunk)):
             if value < 1:
                 raise InvalidOption(name, f"must be at least 1, is {value}")
+        scheme = None
+        if kv_scheme is not None:
+            path_or_repo = _model.find_folder(path_or_repo)
+            scheme = scheme_of(kv_scheme, path_or_repo)
+            check_width(scheme, DECODE_WIDTH)
         loaded = _model.load(path_or_repo)
         return cls(
             loaded,
@@ -103,6 +116,7 @@ class Engine:
             chunk_size=chunk,
             pipelined=True if pipelined is None and on_gpu else pipelined,
             hash_cache=None if hash_cache is None else Path(hash_cache),
+            kv_scheme=scheme,
         )
 
     @property
@@ -144,9 +158,15 @@ class Engine:
                 self._loaded.path,
                 width=DECODE_WIDTH,
                 chunk=self._chunk,
+                kv_scheme=text_of(self._kv_scheme),
                 cache_file=self._hash_cache,
             )
         return self._geometry
+
+    @property
+    def kv_scheme(self) -> KVScheme | None:
+        """How the KV of all rows is quantized; None is full precision."""
+        return self._kv_scheme
 
     @property
     def weight_bytes(self) -> int:
@@ -203,7 +223,13 @@ class Engine:
         """
         self._close_abandoned()
         self._slots.require_free()
-        row = admit(self._loaded, prompt_tokens, options or GenerationOptions(), self._chunk)
+        row = admit(
+            self._loaded,
+            prompt_tokens,
+            options or GenerationOptions(),
+            self._chunk,
+            self._kv_scheme,
+        )
         self._slots.seat(row)
         return row.sequence
 
@@ -335,9 +361,11 @@ class Engine:
                 self.close(sequence)
 
 
-def _cost(loaded: LoadedModel, chunk: int) -> RowCost:
+def _cost(loaded: LoadedModel, chunk: int, scheme: KVScheme | None) -> RowCost:
     try:
-        return row_cost(loaded.model, loaded.make_caches, chunk)
+        return row_cost(loaded.model, loaded.make_caches, chunk, scheme)
+    except UnsupportedScheme as error:
+        raise UnsupportedScheme(f"{loaded.path}: {error}") from error
     except Exception as error:
         raise _model.cannot_run(loaded.path, error) from error
 

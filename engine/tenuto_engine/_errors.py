@@ -2,7 +2,8 @@
 
 EngineError
 ├── ModelLoadError             the model folder cannot be loaded
-│   └── UnsupportedCache       a cache class that cannot be saved exactly
+│   ├── UnsupportedCache       a cache class that cannot be saved exactly
+│   └── UnsupportedScheme      a KV scheme that the model cannot have
 ├── InvalidOption              an option of a generation is unknown or out of range
 ├── PromptError                the prompt cannot be used
 │   └── PromptTooLong          it does not fit into the context
@@ -44,6 +45,10 @@ class ModelLoadError(EngineError):
 
 class UnsupportedCache(ModelLoadError):
     """A cache class that the checkpoint format does not know."""
+
+
+class UnsupportedScheme(ModelLoadError):
+    """A KV scheme that the model's caches or its attention cannot have."""
 
 
 class InvalidOption(EngineError):
