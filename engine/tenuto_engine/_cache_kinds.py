@@ -248,7 +248,7 @@ class _Ring(_Growing):
     ``max_size`` until the next step.
     """
 
-    settings = ("keep", "max_size")
+    settings: ClassVar[tuple[str, ...]] = ("keep", "max_size")
     counters = ("offset", "_idx")
     strided = True
 

@@ -56,11 +56,13 @@ class InvalidOption(EngineError):
 
     Attributes:
         field: the name of the option.
+        problem: what is wrong with it, without the name.
     """
 
     def __init__(self, field: str, message: str, *, hint: str | None = None) -> None:
         super().__init__(f"{field}: {message}", hint=hint)
         self.field = field
+        self.problem = message
 
 
 class PromptError(EngineError):

@@ -20,7 +20,6 @@ GROUP_SIZES: Final = (32, 64, 128)
 DEFAULT_GROUP_SIZE: Final = 64
 KV_CONFIG: Final = "kv_config.json"
 PLAIN: Final = "none"
-FROM_CONFIG: Final = "config"
 SCHEME_TEXT: Final = (
     "BITS[:GROUP_SIZE[:START]] such as 8:64:0, config[:START] for the model's kv_config.json, "
     "or none"
@@ -118,6 +117,21 @@ class KVScheme:
         raise InvalidOption(_FIELD, f"{text!r} is not {SCHEME_TEXT}")
 
     @classmethod
+    def canonical_text(cls, text: str) -> str:
+        """Of what an operator gives: of a scheme, ``config:START``, or ``none``.
+
+        Raises:
+            InvalidOption: it is none of these.
+        """
+        if text == PLAIN:
+            return PLAIN
+        if match := _CONFIG.fullmatch(text):
+            start = int(match[1] or 0)
+            _require_integer("start", start, 0, _MOST_POSITIONS)
+            return f"config:{start}"
+        return str(cls.parse(text))
+
+    @classmethod
     def of_config(cls, folder: Path, start: int = 0) -> Self:
         """What the ``kv_config.json`` of a model's folder says: a list of objects, one a layer,
         with ``layer_idx`` (index in the model's list of caches), ``bits``, and ``group_size``
@@ -133,22 +147,7 @@ class KVScheme:
         try:
             return cls(layers=layers, start=start)
         except InvalidOption as error:
-            raise ModelLoadError(f"{path}: {str(error).removeprefix(f'{_FIELD}: ')}") from error
-
-
-def canonical_text(text: str) -> str:
-    """The canonical text of what an operator gives: of a scheme, ``config:START``, or ``none``.
-
-    Raises:
-        InvalidOption: it is none of these.
-    """
-    if text == PLAIN:
-        return PLAIN
-    if match := _CONFIG.fullmatch(text):
-        start = int(match[1] or 0)
-        _require_integer("start", start, 0, _MOST_POSITIONS)
-        return f"{FROM_CONFIG}:{start}"
-    return str(KVScheme.parse(text))
+            raise ModelLoadError(f"{path}: {error.problem}") from error
 
 
 def scheme_of(given: KVScheme | str | None, folder: Path) -> KVScheme | None:
@@ -160,7 +159,7 @@ def scheme_of(given: KVScheme | str | None, folder: Path) -> KVScheme | None:
     """
     if given is None or isinstance(given, KVScheme):
         return given
-    text = canonical_text(given)
+    text = KVScheme.canonical_text(given)
     if text == PLAIN:
         return None
     if match := _CONFIG.fullmatch(text):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 import mlx.core as mx
 import pytest
-from mlx_lm import generate as mlx_lm_generate
 from mlx_lm.generate import generate_step
 
 from cache_models import fresh_caches, mlx_caches
@@ -37,7 +37,7 @@ START_IN_PROMPT: Final = 20
 """Not at a border: the chunk that ends at 32 comes to it."""
 
 Load = Callable[..., Engine]
-maybe_quantize_kv_cache: Any = mlx_lm_generate.maybe_quantize_kv_cache
+maybe_quantize_kv_cache: Any = sys.modules[generate_step.__module__].maybe_quantize_kv_cache
 pipelines = pytest.mark.parametrize("pipelined", [False, True], ids=["synchronous", "pipelined"])
 starts = pytest.mark.parametrize("where", ["from the start", "in the prompt", "in the answer"])
 
