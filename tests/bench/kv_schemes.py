@@ -4,10 +4,9 @@
         [--model smollm2|tiny|FOLDER] [--schemes 8:64:0,4:64:0]
 
 The engines of all schemes have the same model loaded, each with a row at the same context, and take
-turns of one decoded token. So whatever else the machine does slows all alike. *ratio* is the
-speed of a scheme by that of full precision in the same round; the median over the rounds counts, with
-its lower bound at 95 % (bootstrap). *bytes* is what a row's caches take, by what plain ones do. On a
-CPU quantized attention computes more than it saves; on a GPU at long contexts it reads less.
+turns of one decoded token. So whatever else the machine does slows all alike. *ratio* is the speed
+of a scheme by that of full precision in the same round; the median over the rounds counts, with its
+lower bound at 95 % (bootstrap). *bytes* is what a row's caches take, by what plain ones do.
 """
 
 from __future__ import annotations

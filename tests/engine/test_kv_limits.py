@@ -38,7 +38,8 @@ EIGHT = KVScheme(bits=8, group_size=32)
 def most_held(model: Any, scheme: KVScheme, tokens: int) -> int:
     """Bytes of a row's caches at their largest, between two forwards."""
     caches = fresh_caches(model)
-    most = position = 0
+    most: int = 0
+    position = 0
     while position < tokens:
         length = min(CHUNK, tokens - position)
         mx.eval(model(mx.zeros((1, length), mx.int32), cache=caches))
@@ -47,7 +48,8 @@ def most_held(model: Any, scheme: KVScheme, tokens: int) -> int:
         position += length
         if due and is_quantized_at(scheme, position):
             quantize_caches(caches, scheme)
-    return max(most, sum(cache.nbytes for cache in caches))
+    held: int = sum(cache.nbytes for cache in caches)
+    return max(most, held)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3_text", "lfm2", "falcon_h1"])
@@ -136,7 +138,7 @@ def test_sizes_are_remembered_with_what_comes_before_the_start() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_facts_have_scheme_and_bytes_of_the_loaded_model(tmp_path: Path, kind: Kind) -> None:
-    folder = build_tiny_model(tmp_path, kind, wide=True)
+    folder = build_tiny_model(tmp_path / "model", kind, wide=True)
     file = tmp_path / "hashes.json"
     fingerprints = set()
     for scheme in (None, "none", "8:32", "4:32:0", "8:32:100"):
@@ -265,7 +267,7 @@ def test_a_start_is_refused_at_load_where_rows_decode_together(
     for module in (_engine, _facts):
         monkeypatch.setattr(module, "DECODE_WIDTH", 8)
     for load in (Engine.load, model_facts):
-        with pytest.raises(InvalidOption, match="kv_scheme: .* needs a decode width of 1"):
+        with pytest.raises(InvalidOption, match=r"kv_scheme: .* needs a decode width of 1"):
             load(folder, kv_scheme="8:32:100")
         load(folder, kv_scheme="8:32:0")
 

@@ -127,7 +127,7 @@ def test_a_start_needs_rows_that_decode_alone() -> None:
     check_width(late, 1)
     check_width(KVScheme(bits=8), 8)
     check_width(None, 8)
-    with pytest.raises(InvalidOption, match="start position of 1 needs a decode width of 1, .* 8"):
+    with pytest.raises(InvalidOption, match=r"start position of 1 needs a decode width of 1, .* 8"):
         check_width(late, 8)
 
 
@@ -197,5 +197,5 @@ def test_a_broken_config_is_refused_by_path_and_entry(
 
 
 def test_a_config_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelLoadError, match="kv_config.json: no such file"):
+    with pytest.raises(ModelLoadError, match=r"kv_config\.json: no such file"):
         scheme_of("config", tmp_path)

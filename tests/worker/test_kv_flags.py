@@ -198,7 +198,7 @@ def test_a_model_that_cannot_have_its_scheme_is_broken_by_name(start: Start) -> 
 def test_a_killed_worker_process_goes_on_with_quantized_caches(
     redis_url: str, jobs: JobQueue, wide_model: Path, tmp_path: Path
 ) -> None:
-    job = jobs.submit(prompt=PROMPT, max_tokens=400, ignore_eos=True)
+    job = jobs.submit(prompt=PROMPT, max_tokens=160, ignore_eos=True)
     worker = WorkerProcess(
         wide_model,
         redis_url,
@@ -207,14 +207,14 @@ def test_a_killed_worker_process_goes_on_with_quantized_caches(
         flags=("--kv-bits", "4", "--kv-group-size", "32", "--kv-start", "50"),
     )
     try:
-        poll_until(lambda: int(jobs.job(job).get("tokens", "0")) >= 100, "100 tokens", every=0.005)
+        poll_until(lambda: int(jobs.job(job).get("tokens", "0")) >= 80, "80 tokens", every=0.005)
         worker.kill_child()
         poll_until(lambda: jobs.state(job) == "completed", "the end")
         assert worker.wait_for("model loaded")["kv_scheme"] == "4:32:50"
     finally:
         worker.close()
     engine = Engine.load(wide_model, kv_scheme="4:32:50")
-    options = GenerationOptions(max_tokens=400, ignore_eos=True)
+    options = GenerationOptions(max_tokens=160, ignore_eos=True)
     expected = [token.token for token in engine.generate(list(PROMPT), options)]
     assert [token.token for token in jobs.tokens(job)] == expected
     assert end_of(jobs, job).exactness == "exact"
