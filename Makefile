@@ -82,6 +82,10 @@ bench: $(READY) ## Tokens a second of the whole path, against bare mlx-lm; then 
 bench-checkpoints: $(READY) ## What checkpoints cost, and how quickly they are read back
 	$(BIN)/python tests/bench/checkpoints.py $(ARGS)
 
+.PHONY: bench-kv
+bench-kv: $(READY) ## Tokens a second with quantized KV, against full precision
+	$(BIN)/python tests/bench/kv_schemes.py $(ARGS)
+
 .PHONY: bench-load
 bench-load: $(READY) ## 5,000 queued jobs, 200 readers, 8 slots: latency, memory, turns, and what the queue costs
 	$(BIN)/python tests/bench/load.py $(ARGS)

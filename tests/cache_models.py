@@ -16,6 +16,7 @@ from mlx_lm import utils as mlx_lm_utils
 from mlx_lm.models import cache as cache_module
 
 from tenuto_engine._caches import settle_after_prefill
+from tenuto_engine._quantized_ring import QuantizedRotatingKVCache
 from tiny_models import SLIDING_WINDOW, tiny_config
 
 # mlx-lm is not annotated.
@@ -41,9 +42,11 @@ CacheModel = Literal[
 
 
 @cache
-def cache_model(kind: CacheModel, dtype: str = "float32") -> Any:
+def cache_model(kind: CacheModel, dtype: str = "float32", head_dim: int | None = None) -> Any:
     """The model of that kind; the same arguments give the same weights."""
     config = _CONFIGS[kind]()
+    if head_dim is not None:
+        config |= {"head_dim": head_dim}
     model_class, args_class = get_classes(config)
     mx.random.seed(7)
     model = model_class(args_class.from_dict(config))
@@ -187,6 +190,9 @@ SMALL_CACHES: Final[Mapping[str, Callable[[], Any]]] = {
     "QuantizedKVCache": lambda: mlx_caches.QuantizedKVCache(32, 4),
     "ConcatenateKVCache": mlx_caches.ConcatenateKVCache,
     "RotatingKVCache": lambda: mlx_caches.RotatingKVCache(SLIDING_WINDOW, keep=3),
+    "QuantizedRotatingKVCache": lambda: QuantizedRotatingKVCache(
+        SLIDING_WINDOW, 3, group_size=32, bits=4
+    ),
     "ChunkedKVCache": lambda: mlx_caches.ChunkedKVCache(SLIDING_WINDOW),
 }
 

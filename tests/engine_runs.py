@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cache_models import VOCABULARY, CacheModel, cache_model
-from tenuto_engine import Checkpoint, Engine, GenerationOptions, PrefixCache, Token
+from tenuto_engine import Checkpoint, Engine, GenerationOptions, KVScheme, PrefixCache, Token
 from tenuto_engine import Sequence as Running
 from tenuto_engine._model import LoadedModel
 
@@ -68,11 +68,13 @@ def engine_in_memory(
     *,
     chunk_size: int = 16,
     prefix_cache: PrefixCache | None = None,
+    head_dim: int | None = None,
+    kv_scheme: KVScheme | None = None,
 ) -> Engine:
     """An engine of a model that has no folder; the tokenizer is that of `other`."""
     loaded = LoadedModel(
         path=Path(model),
-        model=cache_model(model),
+        model=cache_model(model, head_dim=head_dim),
         tokenizer=other.tokenizer,
         config={},
         vocab_size=VOCABULARY,
@@ -80,9 +82,16 @@ def engine_in_memory(
         eos_token_ids=frozenset(),
     )
     engine = Engine(
-        loaded, slots=1, chunk_size=chunk_size, pipelined=False, prefix_cache=prefix_cache
+        loaded,
+        slots=1,
+        chunk_size=chunk_size,
+        pipelined=False,
+        prefix_cache=prefix_cache,
+        kv_scheme=kv_scheme,
     )
-    engine._geometry = replace(other.geometry, model_hash=model, chunk_size=chunk_size)
+    engine._geometry = replace(
+        other.geometry, model_hash=model, chunk_size=chunk_size, kv_scheme=str(kv_scheme or "none")
+    )
     return engine
 
 

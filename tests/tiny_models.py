@@ -27,6 +27,13 @@ CHAT_TEMPLATE = (
 SLIDING_WINDOW = 24
 """Window of the gemma3_text ring caches: small, so that a short test wraps them."""
 
+# lfm2 has no head dimension of its own.
+_WIDE: dict[Kind, dict[str, int]] = {
+    "llama": {"head_dim": 32},
+    "gemma3_text": {"head_dim": 32},
+    "lfm2": {"num_attention_heads": 2, "num_key_value_heads": 1},
+}
+
 _CONSONANTS = "bcdfghklmnprst"
 _VOWELS = "aeiou"
 _SPLIT_CHARACTERS = "éßжλ中文日本語한글€√🌊🎵"
@@ -40,11 +47,13 @@ def build_tiny_model(
     context_length: int = 4096,
     vocab_size: int | None = None,
     dtype: str = "float32",
+    wide: bool = False,
 ) -> Path:
     """Write a random model with its tokenizer into `folder` (created) and return the folder.
 
     `vocab_size` is the number of rows of the embedding; by default, and at least, the size of the
     tokenizer's vocabulary (`len(tiny_vocabulary())`). The same arguments give the same bytes.
+    Heads are 16 wide, or if `wide` 32, which is the least that can be quantized.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -53,6 +62,8 @@ def build_tiny_model(
     if rows < len(vocabulary):
         raise ValueError(f"vocab_size={rows} is below the tokenizer's {len(vocabulary)}")
     config = tiny_config(kind, rows, context_length, vocabulary[EOS])
+    if wide:
+        config |= _WIDE[kind]
     _write_json(folder / "config.json", config)
     _write_tokenizer(folder, vocabulary, context_length)
     _write_weights(folder / "model.safetensors", config, seed, dtype)

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from tenuto_engine._errors import PromptTooLong as PromptTooLong
     from tenuto_engine._errors import ResumeMismatch as ResumeMismatch
     from tenuto_engine._errors import UnsupportedCache as UnsupportedCache
+    from tenuto_engine._errors import UnsupportedScheme as UnsupportedScheme
     from tenuto_engine._facts import ModelFacts as ModelFacts
     from tenuto_engine._facts import model_facts as model_facts
     from tenuto_engine._generation import Generation as Generation
@@ -73,6 +74,8 @@ if TYPE_CHECKING:
     from tenuto_engine._inventory import list_jobs as list_jobs
     from tenuto_engine._inventory import read_job as read_job
     from tenuto_engine._inventory import stored_attempts as stored_attempts
+    from tenuto_engine._kv_scheme import KVScheme as KVScheme
+    from tenuto_engine._kv_scheme import LayerQuantization as LayerQuantization
     from tenuto_engine._live import LiveCheckpoint as LiveCheckpoint
     from tenuto_engine._memory import MemoryUse as MemoryUse
     from tenuto_engine._memory import default_budget as default_budget
@@ -117,6 +120,7 @@ _HOMES = {
         "PromptTooLong",
         "ResumeMismatch",
         "UnsupportedCache",
+        "UnsupportedScheme",
     ],
     "_facts": ["ModelFacts", "model_facts"],
     "_generation": ["Generation"],
@@ -132,6 +136,7 @@ _HOMES = {
         "read_job",
         "stored_attempts",
     ],
+    "_kv_scheme": ["KVScheme", "LayerQuantization"],
     "_live": ["LiveCheckpoint"],
     "_memory": ["MemoryUse", "default_budget", "limit_memory", "memory_use", "release_memory"],
     "_options": ["GenerationOptions", "PendingLogprobs"],

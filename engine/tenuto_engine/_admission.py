@@ -9,6 +9,8 @@ from typing import Any
 from tenuto_engine._caches import CacheState, check_supported, rebuild
 from tenuto_engine._decode import take_published
 from tenuto_engine._errors import InvalidOption, PromptTooLong, ResumeMismatch
+from tenuto_engine._kv_quantizer import check_quantized, is_quantized_at
+from tenuto_engine._kv_scheme import KVScheme
 from tenuto_engine._logits import LogitsProcessors
 from tenuto_engine._model import LoadedModel
 from tenuto_engine._options import GenerationOptions
@@ -19,7 +21,13 @@ from tenuto_engine._sequence import Drawn, Sequence
 from tenuto_engine._slots import Pending, Row
 
 
-def admit(loaded: LoadedModel, ids: Ids[int], options: GenerationOptions, chunk: int) -> Row:
+def admit(
+    loaded: LoadedModel,
+    ids: Ids[int],
+    options: GenerationOptions,
+    chunk: int,
+    scheme: KVScheme | None = None,
+) -> Row:
     """Check everything and build the row; nothing is computed but the caches' arrays.
 
     Raises:
@@ -31,6 +39,8 @@ def admit(loaded: LoadedModel, ids: Ids[int], options: GenerationOptions, chunk:
     _check_token_options(loaded, generated, options)
     caches, position = _caches(loaded, options)
     _check_cover(position, len(tokens), options, chunk)
+    if scheme is not None:
+        check_quantized(caches, scheme, position)
     ends = frozenset() if options.ignore_eos else loaded.eos_token_ids
     sequence = Sequence(
         prompt, _without_cache(options), ends | set(options.stop_token_ids), loaded.decode
@@ -49,6 +59,7 @@ def admit(loaded: LoadedModel, ids: Ids[int], options: GenerationOptions, chunk:
         sampler=Sampler(options, sequence.seed),
         pending=_pending(options),
         origin=options.cache_origin,
+        unquantized=None if scheme is None or is_quantized_at(scheme, position) else scheme,
     )
     # In the synchronous loop a reader has the pending token of a checkpoint already.
     if row.pending and options.published_tokens:

@@ -1,4 +1,6 @@
-"""The cache classes of mlx-lm that can be saved exactly: one entry a class, in one fixed table.
+"""The cache classes that can be saved exactly: one entry a class, in one fixed table.
+
+All are mlx-lm's, but for ``QuantizedRotatingKVCache``.
 
 An entry says which integers decide how the cache behaves, which arrays it has, which slot of
 a buffer holds which position, and how the cache is put together again. Classes are matched
@@ -15,6 +17,7 @@ from typing import Any, ClassVar, Final, NamedTuple, cast
 import mlx.core as mx
 
 from tenuto_engine._errors import CheckpointError
+from tenuto_engine._quantized_ring import QuantizedRotatingKVCache
 
 Meta = Mapping[str, int]
 
@@ -187,7 +190,7 @@ class _Concatenated(_Growing):
 class _Quantized(_Growing):
     """``QuantizedKVCache``: as ``KVCache``, each array as packed values, scales and biases."""
 
-    settings = ("group_size", "bits")
+    settings: ClassVar[tuple[str, ...]] = ("group_size", "bits")
     arrays: ClassVar[tuple[str, ...]] = tuple(
         f"{name}.{part}" for name in ("keys", "values") for part in range(3)
     )
@@ -245,7 +248,7 @@ class _Ring(_Growing):
     ``max_size`` until the next step.
     """
 
-    settings = ("keep", "max_size")
+    settings: ClassVar[tuple[str, ...]] = ("keep", "max_size")
     counters = ("offset", "_idx")
     strided = True
 
@@ -274,6 +277,17 @@ class _Ring(_Growing):
             require(capacity <= offset, "the ring dropped positions before it was full")
             require(capacity in (idx, max_size), "the ring turns before it is full")
         super().check(meta)
+
+
+class _QuantizedRing(_Quantized, _Ring):
+    """``QuantizedRotatingKVCache``: the slots of a ring, the arrays of a quantized cache."""
+
+    settings = (*_Ring.settings, *_Quantized.settings)
+    replaces = "RotatingKVCache"
+
+    def make(self, meta: Meta) -> Any:
+        names = ("max_size", "keep", "group_size", "bits")
+        return QuantizedRotatingKVCache(**{name: meta[name] for name in names})
 
 
 class _Recurrent(CacheKind):
@@ -307,12 +321,15 @@ _KINDS: Final[Mapping[str, CacheKind]] = {
     "QuantizedKVCache": _Quantized(),
     "ChunkedKVCache": _Chunked(),
     "RotatingKVCache": _Ring(),
+    "QuantizedRotatingKVCache": _QuantizedRing(),
     "ArraysCache": _Recurrent(),
     CACHE_LIST: CacheKind(),
 }
 _NAME_OF_TYPE: Final[Mapping[type, str]] = {
-    cast(type, getattr(_cache_module, name)): name for name in _KINDS
-}
+    cast(type, getattr(_cache_module, name)): name
+    for name in _KINDS
+    if name != QuantizedRotatingKVCache.__name__
+} | {QuantizedRotatingKVCache: QuantizedRotatingKVCache.__name__}
 
 
 def known_kinds() -> tuple[str, ...]:

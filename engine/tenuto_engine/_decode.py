@@ -40,6 +40,8 @@ def advance(model: Forward, row: Row) -> None:
     row.position += 1
     row.pending = draw(row, logits)
     row.pending.dispatch()
+    if row.unquantized is not None:
+        row.quantize_if_due()
     if row.generated % _CLEAR_EVERY == 0:
         mx.clear_cache()
 

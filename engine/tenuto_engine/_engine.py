@@ -22,10 +22,11 @@ from tenuto_engine._decode import (
     synchronous_step,
     take_published,
 )
-from tenuto_engine._errors import InvalidOption
+from tenuto_engine._errors import InvalidOption, UnsupportedScheme
 from tenuto_engine._fs import StrPath
 from tenuto_engine._generation import Generation
 from tenuto_engine._geometry import DECODE_WIDTH, Geometry, default_chunk, geometry_of
+from tenuto_engine._kv_scheme import KVScheme, check_width, scheme_of, text_of
 from tenuto_engine._live import LiveCheckpoint
 from tenuto_engine._longest import longest_token
 from tenuto_engine._model import LoadedModel
@@ -52,6 +53,7 @@ class Engine:
         pipelined: bool | None,
         hash_cache: Path | None = None,
         prefix_cache: PrefixCache | None = None,
+        kv_scheme: KVScheme | None = None,
     ) -> None:
         self._loaded = loaded
         self._prefix_cache = prefix_cache
@@ -63,7 +65,8 @@ class Engine:
         self._generations: weakref.WeakKeyDictionary[Sequence, weakref.ref[Generation]]
         self._generations = weakref.WeakKeyDictionary()
         self._geometry: Geometry | None = None
-        self._row_cost = _cost(loaded, chunk_size)
+        self._kv_scheme = kv_scheme
+        self._row_cost = _cost(loaded, chunk_size, kv_scheme)
         self._hash_cache = hash_cache
         self._longest_token: int | None = None
         self._is_longest_known = False
@@ -78,6 +81,7 @@ class Engine:
         pipelined: bool | None = None,
         hash_cache: StrPath | None = None,
         prefix_cache: PrefixCache | None = None,
+        kv_scheme: KVScheme | str | None = None,
     ) -> Engine:
         """Load a model folder, or a Hugging Face repository by name.
 
@@ -93,16 +97,25 @@ class Engine:
                 reads unchanged weights only once.
             prefix_cache: where prompts that begin alike share what their prefill computes. It may
                 be shared with other engines, and changes no bit.
+            kv_scheme: how the KV of all rows is quantized: a ``KVScheme``, or its text, such as
+                ``8:64:0``; ``config`` or ``config:START`` is the ``kv_config.json`` of the model;
+                None or ``none`` is full precision. Part of the geometry.
 
         Raises:
-            ModelLoadError: nothing usable is there. UnsupportedCache is one of those.
-            InvalidOption: ``slots`` or ``chunk_size`` is below 1.
+            ModelLoadError: nothing usable is there. UnsupportedCache and UnsupportedScheme are of
+                those.
+            InvalidOption: ``slots`` or ``chunk_size`` is below 1, or ``kv_scheme`` is no scheme.
         """
         on_gpu = mx.default_device().type == mx.DeviceType.gpu
         chunk = default_chunk() if chunk_size is None else chunk_size
         for name, value in (("slots", slots), ("chunk_size", chunk)):
             if value < 1:
                 raise InvalidOption(name, f"must be at least 1, is {value}")
+        scheme = None
+        if kv_scheme is not None:
+            path_or_repo = _model.find_folder(path_or_repo)
+            scheme = scheme_of(kv_scheme, path_or_repo)
+            check_width(scheme, DECODE_WIDTH)
         loaded = _model.load(path_or_repo)
         return cls(
             loaded,
@@ -111,6 +124,7 @@ class Engine:
             pipelined=True if pipelined is None and on_gpu else pipelined,
             hash_cache=None if hash_cache is None else Path(hash_cache),
             prefix_cache=prefix_cache,
+            kv_scheme=scheme,
         )
 
     @property
@@ -152,9 +166,15 @@ class Engine:
                 self._loaded.path,
                 width=DECODE_WIDTH,
                 chunk=self._chunk,
+                kv_scheme=text_of(self._kv_scheme),
                 cache_file=self._hash_cache,
             )
         return self._geometry
+
+    @property
+    def kv_scheme(self) -> KVScheme | None:
+        """How the KV of all rows is quantized; None is full precision."""
+        return self._kv_scheme
 
     @property
     def weight_bytes(self) -> int:
@@ -214,7 +234,7 @@ class Engine:
         options = options or GenerationOptions()
         if options.cache is None and options.prefix is None:
             options = replace(options, prefix=self.find_prefix(prompt_tokens, options))
-        row = admit(self._loaded, prompt_tokens, options, self._chunk)
+        row = admit(self._loaded, prompt_tokens, options, self._chunk, self._kv_scheme)
         self._share_prefix(row, options)
         self._slots.seat(row)
         return row.sequence
@@ -376,9 +396,11 @@ class Engine:
                 self.close(sequence)
 
 
-def _cost(loaded: LoadedModel, chunk: int) -> RowCost:
+def _cost(loaded: LoadedModel, chunk: int, scheme: KVScheme | None) -> RowCost:
     try:
-        return row_cost(loaded.model, loaded.make_caches, chunk)
+        return row_cost(loaded.model, loaded.make_caches, chunk, scheme)
+    except UnsupportedScheme as error:
+        raise UnsupportedScheme(f"{loaded.path}: {error}") from error
     except Exception as error:
         raise _model.cannot_run(loaded.path, error) from error
 

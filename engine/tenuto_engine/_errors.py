@@ -2,7 +2,8 @@
 
 EngineError
 ├── ModelLoadError             the model folder cannot be loaded
-│   └── UnsupportedCache       a cache class that cannot be saved exactly
+│   ├── UnsupportedCache       a cache class that cannot be saved exactly
+│   └── UnsupportedScheme      a KV scheme that the model cannot have
 ├── InvalidOption              an option of a generation is unknown or out of range
 ├── PromptError                the prompt cannot be used
 │   └── PromptTooLong          it does not fit into the context
@@ -46,16 +47,22 @@ class UnsupportedCache(ModelLoadError):
     """A cache class that the checkpoint format does not know."""
 
 
+class UnsupportedScheme(ModelLoadError):
+    """A KV scheme that the model's caches or its attention cannot have."""
+
+
 class InvalidOption(EngineError):
     """An option is unknown or out of range.
 
     Attributes:
         field: the name of the option.
+        problem: what is wrong with it, without the name.
     """
 
     def __init__(self, field: str, message: str, *, hint: str | None = None) -> None:
         super().__init__(f"{field}: {message}", hint=hint)
         self.field = field
+        self.problem = message
 
 
 class PromptError(EngineError):

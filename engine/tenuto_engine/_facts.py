@@ -11,6 +11,7 @@ from typing import Any, Final, cast
 from tenuto_engine._errors import ModelLoadError
 from tenuto_engine._fs import StrPath
 from tenuto_engine._geometry import DECODE_WIDTH, Geometry, default_chunk, geometry_of
+from tenuto_engine._kv_scheme import KVScheme, check_width, scheme_of, text_of
 from tenuto_engine._longest import longest_of
 from tenuto_engine._model import context_length_of, find_folder, vocab_size_of
 from tenuto_engine._row_cost import RowCost
@@ -46,12 +47,16 @@ class ModelFacts:
 
 
 def model_facts(
-    path_or_repo: StrPath, *, chunk_size: int | None = None, hash_cache: StrPath | None = None
+    path_or_repo: StrPath,
+    *,
+    chunk_size: int | None = None,
+    hash_cache: StrPath | None = None,
+    kv_scheme: KVScheme | str | None = None,
 ) -> ModelFacts:
     """Look at a model folder, or at a Hugging Face repository by name, which is fetched.
 
     Args:
-        chunk_size, hash_cache: as of ``Engine.load``.
+        chunk_size, hash_cache, kv_scheme: as of ``Engine.load``.
 
     Raises:
         ModelLoadError: it cannot be loaded, as far as this tells: a file is missing, cut
@@ -62,8 +67,18 @@ def model_facts(
     on_disk = weight_bytes(folder)
     chunk = default_chunk() if chunk_size is None else chunk_size
     cache_file = None if hash_cache is None else Path(hash_cache)
-    geometry = geometry_of(folder, width=DECODE_WIDTH, chunk=chunk, cache_file=cache_file)
-    sizes = sizes_of(folder, chunk, fingerprint=geometry.fingerprint, cache_file=cache_file)
+    scheme = scheme_of(kv_scheme, folder)
+    check_width(scheme, DECODE_WIDTH)
+    geometry = geometry_of(
+        folder,
+        width=DECODE_WIDTH,
+        chunk=chunk,
+        kv_scheme=text_of(scheme),
+        cache_file=cache_file,
+    )
+    sizes = sizes_of(
+        folder, chunk, fingerprint=geometry.fingerprint, cache_file=cache_file, scheme=scheme
+    )
     return ModelFacts(
         folder=folder,
         weight_bytes=on_disk if sizes is None else sizes.weight_bytes,

@@ -19,6 +19,7 @@ import mlx.core as mx
 import xxhash
 
 from tenuto_engine._errors import ModelLoadError
+from tenuto_engine._kv_scheme import PLAIN
 from tenuto_engine._remembered import Remembered, read_remembered, write_remembered
 
 CHUNK_GPU: Final = 512
@@ -26,7 +27,6 @@ CHUNK_CPU: Final = 32
 # This version forwards each row alone.
 DECODE_WIDTH: Final = 1
 ATTENTION: Final = "mlx-sdpa/1"
-KV_PLAIN: Final = "none"
 NUMERIC_ENVIRONMENT: Final = (
     "MLX_CUDA_USE_CUDNN_SDPA",
     "MLX_ENABLE_TF32",
@@ -61,7 +61,8 @@ class Geometry:
         chunk_size: tokens of a prefill chunk.
         attention: the attention route and its version.
         compiled: whether the step is compiled.
-        kv_scheme: how KV is quantized; ``none`` where it is not.
+        kv_scheme: how KV is quantized, the canonical text of a ``KVScheme``; ``none`` where it is
+            not.
     """
 
     model_hash: str
@@ -123,7 +124,7 @@ def geometry_of(
     chunk: int,
     compiled: bool = False,
     attention: str = ATTENTION,
-    kv_scheme: str = KV_PLAIN,
+    kv_scheme: str = PLAIN,
     cache_file: Path | None = None,
 ) -> Geometry:
     """The geometry of the model in ``folder`` on this machine, in this process.

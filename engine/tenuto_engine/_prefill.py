@@ -38,10 +38,12 @@ def prefill_step(model: Forward, row: Row, chunk: int) -> None:
     logits = _forward(model, row, last + 1)[:, -1, :]
     row.pending = draw(row, logits)
     row.pending.read()
+    row.quantize_if_due()
 
 
 def _read_chunk(model: Forward, row: Row, end: int) -> None:
     _forward(model, row, end)
+    row.quantize_if_due()
     # Evaluates the caches and nothing else, so a chunk's logits are never computed.
     settle_after_prefill(row.caches)
     if row.offers is not None:

@@ -6,7 +6,7 @@ mlx-lm builds a model of arrays that nobody evaluates: they have shapes and type
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Self, cast
 
@@ -15,6 +15,8 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
+from tenuto_engine._errors import UnsupportedScheme
+from tenuto_engine._kv_scheme import KVScheme
 from tenuto_engine._model import bytes_of
 from tenuto_engine._remembered import read_remembered, write_remembered
 from tenuto_engine._row_cost import RowCost, row_cost
@@ -37,29 +39,53 @@ class Sizes:
 
     def pack(self) -> list[Any]:
         """As JSON can hold it."""
-        cost = self.row_cost
-        return [self.weight_bytes, cost.fixed, cost.per_token, list(map(list, cost.windows))]
+        return [self.weight_bytes, *_packed(self.row_cost)]
 
     @classmethod
     def unpack(cls, packed: object) -> Self | None:
         """The inverse; None if it is something else."""
         match packed:
-            case [int(weights), int(fixed), int(per_token), [*windows]]:
-                pass
+            case [int(weights), *cost]:
+                found = _unpacked(cost)
+                return None if found is None else cls(weights, found)
+        return None
+
+
+def _packed(cost: RowCost) -> list[Any]:
+    plain = [] if cost.plain is None else [cost.plain_tokens, _packed(cost.plain)]
+    return [cost.fixed, cost.per_token, list(map(list, cost.windows)), *plain]
+
+
+def _unpacked(packed: object) -> RowCost | None:
+    match packed:
+        case [int(fixed), int(per_token), [*windows], *plain]:
+            pass
+        case _:
+            return None
+    pairs = []
+    for each in windows:
+        match each:
+            case [int(most), int(size)]:
+                pairs.append((most, size))
             case _:
                 return None
-        pairs = []
-        for each in windows:
-            match each:
-                case [int(most), int(size)]:
-                    pairs.append((most, size))
-                case _:
-                    return None
-        return cls(weights, RowCost(fixed, per_token, tuple(pairs)))
+    quantized = RowCost(fixed, per_token, tuple(pairs))
+    match plain:
+        case []:
+            return quantized
+        case [int(until), [*before]]:
+            found = _unpacked(before)
+            return found and replace(quantized, plain=found, plain_tokens=until)
+    return None
 
 
 def sizes_of(
-    folder: Path, chunk: int, *, fingerprint: str, cache_file: Path | None
+    folder: Path,
+    chunk: int,
+    *,
+    fingerprint: str,
+    cache_file: Path | None,
+    scheme: KVScheme | None = None,
 ) -> Sizes | None:
     """The sizes of the model in ``folder``; None where it cannot be built or run, which a load then
     tells.
@@ -67,13 +93,19 @@ def sizes_of(
     Args:
         chunk: tokens of a prefill chunk.
         fingerprint: of its geometry, under which ``cache_file`` remembers them.
+        scheme: how its KV is quantized.
+
+    Raises:
+        UnsupportedScheme: it cannot be.
     """
     key = _KEY + fingerprint
     known = Sizes.unpack(read_remembered(cache_file).get(key))
     if known is not None:
         return known
     try:
-        measured = _measure(folder, chunk)
+        measured = _measure(folder, chunk, scheme)
+    except UnsupportedScheme as error:
+        raise UnsupportedScheme(f"{folder}: {error}") from error
     except Exception:  # noqa: BLE001 - any code of mlx-lm's models may run here
         return None
     if cache_file is not None:
@@ -81,11 +113,11 @@ def sizes_of(
     return measured
 
 
-def _measure(folder: Path, chunk: int) -> Sizes:
+def _measure(folder: Path, chunk: int, scheme: KVScheme | None) -> Sizes:
     model, _ = load_model(folder, lazy=True)
     weights = bytes_of(model)
     hollow(model)
-    return Sizes(weights, row_cost(model, lambda: make_prompt_cache(model), chunk))
+    return Sizes(weights, row_cost(model, lambda: make_prompt_cache(model), chunk, scheme))
 
 
 def hollow(model: Any) -> None:

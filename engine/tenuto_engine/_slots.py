@@ -13,6 +13,8 @@ import mlx.core as mx
 
 from tenuto_engine._checkpoint import Origin
 from tenuto_engine._errors import GenerationFailed, NoFreeSlot
+from tenuto_engine._kv_quantizer import quantize_caches
+from tenuto_engine._kv_scheme import KVScheme
 from tenuto_engine._live import LiveCheckpoint, Moment
 from tenuto_engine._logits import Likeliest, LogitsProcessors, in_order
 from tenuto_engine._options import GenerationOptions
@@ -106,6 +108,8 @@ class Row:
         pending: the token after those in the caches; None in a prefill.
         origin: the place in a log that the caches were loaded from, or None.
         offers: takes what its prefill writes for prompts that begin alike, or None.
+        unquantized: the scheme by which the caches are quantized once they are long enough; None
+            if they are, or never will be.
     """
 
     sequence: Sequence
@@ -118,6 +122,7 @@ class Row:
     pending: Pending | None = None
     origin: Origin | None = None
     offers: PrefixOffers | None = None
+    unquantized: KVScheme | None = None
 
     def __post_init__(self) -> None:
         self._clock = CheckpointClock(self.sequence.options, max(self.generated, 0))
@@ -149,6 +154,16 @@ class Row:
     def reserve(self, count: int) -> None:
         """Check that `count` more positions may be written."""
         assert self.position + count <= self.bound, "a row would write past its bound"
+
+    def quantize_if_due(self) -> None:
+        """To be called after each forward, so that it happens at the same position in every run.
+
+        The caches are quantized at once: lazily they would be held in both forms for a step.
+        """
+        scheme = self.unquantized
+        if scheme is not None and self.position >= scheme.start:
+            quantize_caches(self.caches, scheme)
+            self.unquantized = None
 
     def checkpoint(self) -> LiveCheckpoint | None:
         """All that the next token depends on; close it before the row goes on.

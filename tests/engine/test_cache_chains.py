@@ -23,6 +23,9 @@ from cache_journal import Journal
 from cache_models import CacheModel, cache_model, fresh_caches, mlx_caches
 from tenuto_engine._caches import layouts, rebuild, settle_after_prefill, signature
 from tenuto_engine._delta import Layout
+from tenuto_engine._kv_quantizer import quantize_caches
+from tenuto_engine._kv_scheme import KVScheme
+from tenuto_engine._quantized_ring import QuantizedRotatingKVCache
 
 STEPS_AFTER: Final = 205
 """Steps after the last crash: more than any window, and enough to let a wrong bit spread."""
@@ -112,10 +115,8 @@ def update(caches: list[Any], dtype: str, start: int, stop: int) -> list[bytes]:
 
 
 def quantized(caches: list[Any], group_size: int, bits: int) -> list[Any]:
-    changed = [
-        c.to_quantized(group_size=group_size, bits=bits) if type(c) is mlx_caches.KVCache else c
-        for c in caches
-    ]
+    changed = list(caches)
+    quantize_caches(changed, KVScheme(bits=bits, group_size=group_size))
     settle_after_prefill(changed)
     return changed
 
@@ -147,6 +148,10 @@ BARE: Final[Mapping[str, Make]] = {
     "RotatingKVCache": lambda: [mlx_caches.RotatingKVCache(24)],
     "RotatingKVCache, keep": lambda: [mlx_caches.RotatingKVCache(24, keep=4)],
     "RotatingKVCache, long": lambda: [mlx_caches.RotatingKVCache(300, keep=1)],
+    "QuantizedRotatingKVCache": lambda: [QuantizedRotatingKVCache(24, group_size=32, bits=4)],
+    "QuantizedRotatingKVCache, keep": lambda: [
+        QuantizedRotatingKVCache(300, 4, group_size=64, bits=8)
+    ],
     "ChunkedKVCache": lambda: [mlx_caches.ChunkedKVCache(24)],
     "ChunkedKVCache, a multiple of the step": lambda: [mlx_caches.ChunkedKVCache(256)],
     "ArraysCache": lambda: [mlx_caches.ArraysCache(3)],

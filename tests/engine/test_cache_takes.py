@@ -21,6 +21,7 @@ from tenuto_engine._caches import (
     take,
 )
 from tenuto_engine._delta import Blob, Layout
+from tenuto_engine._quantized_ring import QuantizedRotatingKVCache
 from tiny_models import SLIDING_WINDOW as W
 
 # -- what a copy may not do ------------------------------------------------------------
@@ -50,6 +51,7 @@ LONG: dict[str, Callable[[], Any]] = {
     "KVCache": mlx_caches.KVCache,
     "QuantizedKVCache": mlx_caches.QuantizedKVCache,
     "RotatingKVCache": lambda: mlx_caches.RotatingKVCache(4000),
+    "QuantizedRotatingKVCache": lambda: QuantizedRotatingKVCache(4000, group_size=64, bits=8),
 }
 
 

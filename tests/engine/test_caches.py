@@ -371,6 +371,9 @@ BAD_METAS: list[tuple[str, dict[str, Any]]] = [
     ("RotatingKVCache", RING_META | {"capacity": 2**30, "idx": 2**30}),
     ("RotatingKVCache", RING_META | {"offset": 7}),
     ("RotatingKVCache", RING_META | {"offset": 4, "capacity": 2**30, "max_size": 2**30}),
+    ("QuantizedRotatingKVCache", RING_META),
+    ("QuantizedRotatingKVCache", RING_META | {"group_size": 64, "bits": 7}),
+    ("QuantizedRotatingKVCache", RING_META | {"group_size": 64, "bits": 8, "idx": 9}),
 ]
 
 

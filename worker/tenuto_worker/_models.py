@@ -332,6 +332,7 @@ class ModelPool:
                 hosted.path,
                 chunk_size=self._settings.chunk_size,
                 hash_cache=self._settings.data_dir / "model-hashes.json",
+                kv_scheme=self._settings.kv_schemes.get(hosted.name),
             )
         except EngineError as error:
             self._failed(hosted, str(error))
@@ -367,6 +368,7 @@ class ModelPool:
                 pipelined=self._settings.pipelined,
                 hash_cache=self._settings.data_dir / "model-hashes.json",
                 prefix_cache=self.prefixes,
+                kv_scheme=self._settings.kv_schemes.get(hosted.name),
             )
             assert engine.geometry is not None
         except Exception as error:  # noqa: BLE001 - one model's trouble; the others go on
@@ -389,6 +391,7 @@ class ModelPool:
             "model loaded",
             model=hosted.name,
             fingerprint=hosted.fingerprint,
+            kv_scheme=self._settings.kv_schemes.get(hosted.name, "none"),
             seconds=round(seconds, 2),
             bytes=hosted.weight_bytes,
         )

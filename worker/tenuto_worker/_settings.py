@@ -39,6 +39,8 @@ class WorkerSettings:
         slots: how many jobs of a model run at once.
         chunk_size: tokens of a prefill chunk; None lets the engine choose by device.
         pipelined: decode ahead of the host; None lets the engine choose by device.
+        kv_schemes: name of a model -> the text of the scheme by which its KV is quantized; others
+            have full precision.
         max_prompt, max_tokens: a job with more is left to other workers; None is no limit.
         disk_budget: bytes that checkpoints may take; infinite is no limit, None is what they take
             and four fifths of what is free.
@@ -88,6 +90,7 @@ class WorkerSettings:
     slots: int = 1
     chunk_size: int | None = None
     pipelined: bool | None = None
+    kv_schemes: Mapping[str, str] = field(default_factory=dict)
     max_prompt: int | None = None
     max_tokens: int | None = None
     disk_budget: float | None = None

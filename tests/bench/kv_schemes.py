@@ -1,0 +1,133 @@
+"""Tokens a second with quantized KV against full precision, at some contexts, in one process.
+
+    python tests/bench/kv_schemes.py [--rounds 5] [--tokens 64] [--contexts 512,4096]
+        [--model smollm2|tiny|FOLDER] [--schemes 8:64:0,4:64:0]
+
+The engines of all schemes have the same model loaded, each with a row at the same context, and take
+turns of one decoded token. So whatever else the machine does slows all alike. *ratio* is the speed
+of a scheme by that of full precision in the same round; the median over the rounds counts, with its
+lower bound at 95 % (bootstrap). *bytes* is what a row's caches take, by what plain ones do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+
+from bench.checkpoint_report import Table  # noqa: E402
+from bench.figures import lower_bound, machine  # noqa: E402
+from tenuto_engine import Engine, GenerationOptions  # noqa: E402
+from tiny_models import build_tiny_model  # noqa: E402
+
+REPORT = HERE.parents[1] / "BENCHMARKS.md"
+MARK = "<!-- kv schemes: rows are written by `make bench-kv ARGS=--write` -->"
+COLUMNS = ("model", "context", "scheme", "tokens/s", "ratio", "bytes")
+WARM_UP = 4
+
+
+class Row:
+    """A row of an engine, past its prompt."""
+
+    def __init__(self, engine: Engine, prompt: Sequence[int], tokens: int) -> None:
+        self._engine = engine
+        options = GenerationOptions(max_tokens=tokens, ignore_eos=True)
+        self._sequence = engine.add(prompt, options)
+        while len(self._sequence.tokens) < WARM_UP:
+            engine.step()
+        assert self._sequence.error is None
+        [row] = engine._slots.rows
+        self.nbytes: int = sum(cache.nbytes for cache in row.caches)
+
+    def step(self) -> float:
+        """Seconds of one token."""
+        began = time.perf_counter()
+        self._engine.step()
+        return time.perf_counter() - began
+
+    def close(self) -> None:
+        """Free it."""
+        self._engine.close(self._sequence)
+
+
+def measure(engines: Sequence[Engine], context: int, tokens: int) -> list[tuple[float, int]]:
+    """One round: tokens a second and bytes of a row, of each engine."""
+    prompt = [token % engines[0].vocab_size for token in range(context)]
+    rows = [Row(engine, prompt, tokens + WARM_UP + 2) for engine in engines]
+    seconds = [0.0] * len(rows)
+    for _ in range(tokens):
+        for place, row in enumerate(rows):
+            seconds[place] += row.step()
+    for row in rows:
+        row.close()
+    return [(tokens / total, row.nbytes) for total, row in zip(seconds, rows, strict=True)]
+
+
+def table_of(
+    model: str, schemes: Sequence[str], rounds: dict[int, list[list[tuple[float, int]]]]
+) -> Table:
+    """The rows: of each context, each scheme by full precision, which is the first engine."""
+    cells = []
+    for context, taken in rounds.items():
+        for place, scheme in enumerate(["none", *schemes]):
+            ratios = [each[place][0] / each[0][0] for each in taken]
+            speed = statistics.median(each[place][0] for each in taken)
+            ratio = f"**{statistics.median(ratios):.3f}** (>= {lower_bound(ratios):.3f})"
+            share = taken[0][place][1] / taken[0][0][1]
+            cells.append((model, str(context), scheme, f"{speed:.2f}", ratio, f"{share:.3f}"))
+    return Table("Quantized KV", MARK, COLUMNS, 3, cells)
+
+
+def main() -> int:
+    """Measure, print, and where asked for write; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", default="smollm2", help="smollm2, tiny, or a model folder")
+    parser.add_argument("--schemes", help="8:64:0,4:64:0; of tiny 8:32:0,4:32:0")
+    parser.add_argument("--contexts", default="512,4096")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--write", action="store_true", help="put the rows into BENCHMARKS.md")
+    args = parser.parse_args()
+    group_size = 32 if args.model == "tiny" else 64
+    schemes = (args.schemes or f"8:{group_size}:0,4:{group_size}:0").split(",")
+    contexts = [int(each) for each in args.contexts.split(",")]
+    with tempfile.TemporaryDirectory() as folder:
+        model = _model(args.model, Path(folder))
+        engines = [Engine.load(model, kv_scheme=each) for each in [None, *schemes]]
+        rounds = {
+            context: [measure(engines, context, args.tokens) for _ in range(args.rounds)]
+            for context in contexts
+        }
+    table = table_of(Path(args.model).name, schemes, rounds)
+    print(table)
+    if args.write:
+        table.write(REPORT, _machine(), time.strftime("%Y-%m-%d"))
+    return 0
+
+
+def _machine() -> str:
+    known = machine()
+    where = f"{known['device']}, {known['cores']} cores, {known['system']}"
+    return f"{where}, mlx {version('mlx')}, mlx-lm {version('mlx-lm')}"
+
+
+def _model(name: str, folder: Path) -> Path:
+    if name == "tiny":
+        return build_tiny_model(folder / "tiny", context_length=2**17, wide=True)
+    if name == "smollm2":
+        from tenuto_engine._smollm2 import convert, locate
+
+        return convert(locate(), folder / "smollm2")
+    return Path(name)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
