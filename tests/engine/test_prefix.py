@@ -14,7 +14,7 @@ import pytest
 
 from cache_models import CacheModel
 from engine_runs import GREEDY, STYLES, Run, engine_in_memory, finish, run
-from tenuto_engine import Engine, GenerationOptions, InvalidOption, PrefixCache
+from tenuto_engine import Engine, GenerationOptions, InvalidOption, KVScheme, PrefixCache
 from tenuto_engine._blocks import block_names
 from tenuto_engine._fs import FileSystem
 from tiny_models import Kind
@@ -142,6 +142,21 @@ def test_a_prefix_is_of_its_model_chunk_and_tokens(llama: Engine, tmp_path: Path
     changed = [4, *prompt[1:]]
     assert Told(engine, changed).found == 0
     assert Told(engine, [*prompt[:40], 4, *prompt[41:]]).found == 32
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3_text"])
+@pytest.mark.parametrize(("start", "found"), [(0, 128), (40, 32), (96, 64), (200, 128)])
+def test_a_hit_gives_the_bits_of_a_miss_where_the_kv_is_quantized(
+    llama: Engine, model: CacheModel, start: int, found: int
+) -> None:
+    """Blocks end where caches become quantized: what is before says nothing about what follows."""
+    scheme = KVScheme(bits=8, group_size=32, start=start)
+    plain = engine_in_memory(llama, model, head_dim=32, kv_scheme=scheme)
+    first = Told(plain, text(150))
+    engine = engine_in_memory(llama, model, head_dim=32, kv_scheme=scheme, prefix_cache=cached())
+    told = [Told(engine, text(150)) for _ in range(2)]
+    assert [each.run for each in told] == [first.run, first.run]
+    assert told[1].found == found
 
 
 def test_rows_side_by_side_share_what_the_first_has_read(load_engine: LoadEngine) -> None:
