@@ -30,7 +30,7 @@ from tiny_models import build_tiny_model  # noqa: E402
 
 REPORT = HERE.parents[1] / "BENCHMARKS.md"
 MARK = "<!-- kv schemes: rows are written by `make bench-kv ARGS=--write` -->"
-COLUMNS = ("model", "context", "scheme", "tokens/s", "ratio", "bytes")
+COLUMNS = ("model", "context", "scheme", "rounds x tokens", "tokens/s", "ratio", "bytes")
 WARM_UP = 4
 
 
@@ -72,7 +72,10 @@ def measure(engines: Sequence[Engine], context: int, tokens: int) -> list[tuple[
 
 
 def table_of(
-    model: str, schemes: Sequence[str], rounds: dict[int, list[list[tuple[float, int]]]]
+    model: str,
+    schemes: Sequence[str],
+    rounds: dict[int, list[list[tuple[float, int]]]],
+    tokens: int,
 ) -> Table:
     """The rows: of each context, each scheme by full precision, which is the first engine."""
     cells = []
@@ -82,7 +85,9 @@ def table_of(
             speed = statistics.median(each[place][0] for each in taken)
             ratio = f"**{statistics.median(ratios):.3f}** (>= {lower_bound(ratios):.3f})"
             share = taken[0][place][1] / taken[0][0][1]
-            cells.append((model, str(context), scheme, f"{speed:.2f}", ratio, f"{share:.3f}"))
+            size = f"{len(taken)} x {tokens}"
+            row = (model, str(context), scheme, size, f"{speed:.2f}", ratio, f"{share:.3f}")
+            cells.append(row)
     return Table("Quantized KV", MARK, COLUMNS, 3, cells)
 
 
@@ -106,7 +111,7 @@ def main() -> int:
             context: [measure(engines, context, args.tokens) for _ in range(args.rounds)]
             for context in contexts
         }
-    table = table_of(Path(args.model).name, schemes, rounds)
+    table = table_of(Path(args.model).name, schemes, rounds, args.tokens)
     print(table)
     if args.write:
         table.write(REPORT, _machine(), time.strftime("%Y-%m-%d"))

@@ -23,6 +23,7 @@ from tenuto_engine import (
     ResumeMismatch,
     SequenceState,
     Token,
+    _slots,
     resume_options,
 )
 from tenuto_engine._cache_tree import leaf_caches
@@ -204,25 +205,43 @@ def test_layers_are_quantized_each_as_the_scheme_says(load: Load) -> None:
     engine.close(sequence)
 
 
-def test_nothing_is_quantized_twice_and_nothing_after_a_resume(
+def test_a_row_is_quantized_once_and_not_again_after_a_resume(
     load: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    count = 0
+    engine = load("llama", uniform(START_IN_PROMPT))
+    rows: list[int] = []
+    layers: list[int] = []
     quantize = mlx_caches.KVCache.to_quantized
 
     def counted(self: Any, **how: int) -> Any:
-        nonlocal count
-        count += 1
+        layers.append(self.offset)
         return quantize(self, **how)
 
+    def counted_row(caches: list[Any], scheme: KVScheme) -> None:
+        rows.append(caches[0].offset)
+        quantize_caches(caches, scheme)
+
     monkeypatch.setattr(mlx_caches.KVCache, "to_quantized", counted)
-    engine = load("llama", uniform(START_IN_PROMPT))
-    count = 0
+    monkeypatch.setattr(_slots, "quantize_caches", counted_row)
     options = STYLES["greedy"] | {"max_tokens": 20}
     whole, taken = run_with_checkpoints(engine, encode(engine), options)
-    assert count == 3
     assert resume(engine, taken[5], options) == rest(whole, 5)
-    assert count == 3
+    assert rows == [2 * CHUNK]
+    assert layers == [2 * CHUNK] * 3
+
+
+def test_only_one_layer_at_a_time_is_held_in_both_forms() -> None:
+    caches: list[Any] = [mlx_caches.KVCache() for _ in range(8)]
+    for cache in caches:
+        cache.update_and_fetch(*(mx.ones((1, 4, 4096, 64)) for _ in range(2)))
+        mx.eval(cache.keys, cache.values)
+    layer = cache.nbytes
+    del cache
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    quantize_caches(caches, KVScheme(bits=8))
+    assert mx.get_peak_memory() - before < layer / 2
+    assert before - mx.get_active_memory() > 5 * layer
 
 
 # -- resumes ---------------------------------------------------------------------------
