@@ -122,7 +122,7 @@ ARCHITECTURES: Final = (*get_args(CacheModel), *CONFIGS)
 def model_of(name: str) -> Any:
     """A model of an architecture, with random weights that make its output wander."""
     if name not in CONFIGS:
-        return cache_model(name)  # type: ignore[arg-type]
+        return cache_model(name)
     config = {"model_type": name, **_DENSE, **CONFIGS[name]}
     model_class, args_class = get_classes(config)
     mx.random.seed(7)
