@@ -61,7 +61,9 @@ def finish(engine: Engine, sequence: Running) -> Run:
     return Run(tokens, sequence.end_text, sequence.finish_reason)
 
 
-def engine_in_memory(other: Engine, model: CacheModel, *, chunk_size: int = 16) -> Engine:
+def engine_in_memory(
+    other: Engine, model: CacheModel, *, chunk_size: int = 16, pipelined: bool = False
+) -> Engine:
     """An engine of a model that has no folder; the tokenizer is that of `other`."""
     loaded = LoadedModel(
         path=Path(model),
@@ -72,7 +74,7 @@ def engine_in_memory(other: Engine, model: CacheModel, *, chunk_size: int = 16) 
         context_length=4096,
         eos_token_ids=frozenset(),
     )
-    return Engine(loaded, slots=1, chunk_size=chunk_size, pipelined=False)
+    return Engine(loaded, slots=1, chunk_size=chunk_size, pipelined=pipelined)
 
 
 def run_with_checkpoints(

@@ -15,6 +15,7 @@ from tenuto_engine._checkpoint import Origin
 from tenuto_engine._errors import GenerationFailed, NoFreeSlot
 from tenuto_engine._live import LiveCheckpoint, Moment
 from tenuto_engine._logits import Likeliest, LogitsProcessors, in_order
+from tenuto_engine._memory import PeakMeter
 from tenuto_engine._options import GenerationOptions
 from tenuto_engine._sampler import Sampler
 from tenuto_engine._sequence import Drawn, Sequence
@@ -104,6 +105,7 @@ class Row:
             pending one to go on from.
         pending: the token after those in the caches; None in a prefill.
         origin: the place in a log that the caches were loaded from, or None.
+        peak: memory of the process since the row was made.
     """
 
     sequence: Sequence
@@ -118,6 +120,7 @@ class Row:
 
     def __post_init__(self) -> None:
         self._clock = CheckpointClock(self.sequence.options, max(self.generated, 0))
+        self.peak = PeakMeter()
 
     @property
     def generated(self) -> int:
@@ -235,4 +238,5 @@ class Slots:
         row = self._rows.pop(sequence)
         sequence.stats.cache_tokens = row.tokens_in_cache()
         sequence.stop_clock()
+        sequence.stats.peak_memory = row.peak.read()
         row.caches, row.pending = [], None
