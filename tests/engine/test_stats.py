@@ -30,15 +30,16 @@ class Clock:
 
     def __init__(self, engine: Engine, patched: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        model = engine._loaded.model
-
-        def forward(*inputs: Any, **more: Any) -> mx.array:
-            self.now += 1
-            made: mx.array = model(*inputs, **more)
-            return made
-
-        engine._loaded = replace(engine._loaded, model=forward)
+        self._model = engine._loaded.model
+        engine._loaded = replace(engine._loaded, model=self)
         patched.setattr("tenuto_engine._sequence.time.perf_counter", lambda: self.now)
+
+    def __call__(self, *inputs: Any, **more: Any) -> Any:
+        self.now += 1
+        return self._model(*inputs, **more)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
 
 
 @both_loops
