@@ -70,6 +70,7 @@ def engine_in_memory(
     prefix_cache: PrefixCache | None = None,
     head_dim: int | None = None,
     kv_scheme: KVScheme | None = None,
+    pipelined: bool = False,
 ) -> Engine:
     """An engine of a model that has no folder; the tokenizer is that of `other`."""
     loaded = LoadedModel(
@@ -85,7 +86,7 @@ def engine_in_memory(
         loaded,
         slots=1,
         chunk_size=chunk_size,
-        pipelined=False,
+        pipelined=pipelined,
         prefix_cache=prefix_cache,
         kv_scheme=kv_scheme,
     )

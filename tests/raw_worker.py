@@ -70,10 +70,15 @@ class Attempt:
         return self.call("publish", durable, first, last, pack_tokens(story(first, last)))
 
     def finish(
-        self, state: str = "completed", reason: str = "stop", text: str = "", error: str = ""
+        self,
+        state: str = "completed",
+        reason: str = "stop",
+        text: str = "",
+        error: str = "",
+        stats: str = "",
     ) -> None:
         """End the job."""
-        reply = self.call("finish", 0, state, reason, text, error, "exact", "", 0)
+        reply = self.call("finish", 0, state, reason, text, error, "exact", "", 0, stats)
         assert reply[0] in (b"ok", b"requeued"), reply
 
     def wants_cancel(self) -> bool:
@@ -107,6 +112,10 @@ class RawWorker:
         """Run one of the worker's scripts."""
         payload = ticket_payload(int(time.time() * 1000))
         return self._execute("EVAL", _source(script), 0, self._keys.namespace, payload, *args)
+
+    def write(self, job_id: str, field: str, value: str) -> None:
+        """Put something into a job's hash."""
+        self._execute("HSET", self._keys.job(job_id), field, value)
 
     def try_claim(self) -> Attempt | None:
         """Claim the best queued job, if there is one."""

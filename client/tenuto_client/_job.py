@@ -150,6 +150,7 @@ class _Gathered:
             exactness=end.exactness,
             exactness_reason=end.exactness_reason,
             error=end.error,
+            stats=end.stats,
         )
 
 

@@ -14,7 +14,8 @@ from ._announce import ModelInfo
 from ._errors import InvalidRequest, LimitExceeded
 from ._findings import count, size
 from ._sizes import UNITS, parse_size
-from ._spec import JobSpec, least_tokens
+from ._spec import JobSpec
+from ._text_length import least_tokens
 from .keys import MODEL_NAME, MODEL_NAME_HINT
 
 ALL_MODELS: Final = "*"

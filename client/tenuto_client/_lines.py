@@ -9,11 +9,21 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from typing import Any
 
 from ._backend import Event
 from ._findings import Finding
-from ._records import EndEvent, JobRecord, ProgressEvent, Result, StateEvent, Token
+from ._records import (
+    EndEvent,
+    JobRecord,
+    JobStats,
+    ProgressEvent,
+    Result,
+    StateEvent,
+    Token,
+    Usage,
+)
 
 
 def dump(value: dict[str, Any]) -> str:
@@ -68,6 +78,7 @@ def record_line(record: JobRecord) -> str:
                 max_runtime=record.max_runtime,
                 suspect=record.suspect or None,
                 preemptions=record.preemptions or None,
+                stats=_stats(record.stats),
             ),
         }
     )
@@ -81,9 +92,13 @@ def result_line(result: Result) -> str:
             "state": result.state,
             "finish_reason": result.finish_reason,
             "text": result.text,
-            "usage": _usage(result.usage.prompt_tokens, result.usage.completion_tokens),
+            "usage": _usage(result.usage),
             "exactness": result.exactness,
-            **_present(exactness_reason=result.exactness_reason, error=result.error),
+            **_present(
+                exactness_reason=result.exactness_reason,
+                error=result.error,
+                stats=_stats(result.stats),
+            ),
             "tokens": [_token(token) for token in result.tokens],
         }
     )
@@ -128,14 +143,26 @@ def _end(event: EndEvent) -> dict[str, Any]:
         "state": event.state,
         "finish_reason": event.finish_reason,
         "text": event.text,
-        "usage": _usage(event.usage.prompt_tokens, event.usage.completion_tokens),
+        "usage": _usage(event.usage),
         "exactness": event.exactness,
-        **_present(exactness_reason=event.exactness_reason, error=event.error),
+        **_present(
+            exactness_reason=event.exactness_reason, error=event.error, stats=_stats(event.stats)
+        ),
     }
 
 
-def _usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+def _usage(usage: Usage) -> dict[str, int]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        **_present(cached_tokens=usage.cached_tokens),
+    }
+
+
+def _stats(stats: JobStats | None) -> dict[str, float] | None:
+    if stats is None:
+        return None
+    return {**asdict(stats), "prefill_tps": stats.prefill_tps, "decode_tps": stats.decode_tps}
 
 
 def _present(**values: Any) -> dict[str, Any]:

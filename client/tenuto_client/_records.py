@@ -76,10 +76,56 @@ class ProgressEvent:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a job."""
+    """Token counts of a job.
+
+    Attributes:
+        cached_tokens: tokens of the prompt that the attempt which ended the job did not have to
+            compute, as they stood in a cache or a checkpoint; None where none has told. It follows
+            what happened on the way, so it does not count when two are compared.
+    """
 
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class JobStats:
+    """What it took to run a job: of the attempt that ended it, but for the last two.
+
+    Attempts that were handed back or lost are in those two only. Seconds are wall-clock, and what
+    a worker spends on other jobs in between is part of them.
+
+    Attributes:
+        cached_tokens: tokens of the prompt that it found in a cache or a checkpoint.
+        prefill_tokens: tokens of the prompt that it computed.
+        prefill_seconds: from the first of those to its first token.
+        decode_tokens: tokens that it computed after that, those that a reader had already included.
+        decode_seconds: how long that took.
+        peak_memory: bytes that its worker's process had in arrays at most meanwhile, models and
+            other jobs included.
+        attempts: how often a worker had begun the job.
+        seconds: for how long it ran in all, over all attempts; what `max_runtime` limits.
+    """
+
+    cached_tokens: int
+    prefill_tokens: int
+    prefill_seconds: float
+    decode_tokens: int
+    decode_seconds: float
+    peak_memory: int
+    attempts: int
+    seconds: float
+
+    @property
+    def prefill_tps(self) -> float:
+        """Tokens of the prompt a second; 0 where none was computed."""
+        return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+
+    @property
+    def decode_tps(self) -> float:
+        """Tokens a second after the first; 0 where there was none."""
+        return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +136,7 @@ class EndEvent:
         index: how many tokens there are.
         text: text that was held back and belongs after the last token.
         exactness: `exact`, or `recomputed` with `exactness_reason`.
+        stats: what it took; None of a job that no worker has ended, or that an older one did.
     """
 
     index: int
@@ -101,11 +148,12 @@ class EndEvent:
     exactness: str
     exactness_reason: str | None = None
     error: str | None = None
+    stats: JobStats | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a job produced, up to its end."""
+    """What a job produced, up to its end. `stats` is that of its `EndEvent`."""
 
     job_id: str
     state: JobState
@@ -116,6 +164,7 @@ class Result:
     exactness: str
     exactness_reason: str | None = None
     error: str | None = None
+    stats: JobStats | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +183,7 @@ class JobRecord:
         queue_ttl, max_runtime: as they were asked for, in seconds.
         suspect: a worker died while it ran there; until it progresses it runs apart from others.
         preemptions: how often it made way for a job of a higher priority.
+        stats: what it took, once it has ended; None where no worker ended it, or an older one did.
     """
 
     id: str
@@ -166,3 +216,4 @@ class JobRecord:
     suspect: bool = False
     preemptions: int = 0
     deadline: float | None = None
+    stats: JobStats | None = None

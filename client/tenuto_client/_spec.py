@@ -33,7 +33,6 @@ DAY_S: Final = 24 * 3600.0
 FOREVER: Final = "forever"
 _MAX_SECONDS: Final = 100 * 365 * DAY_S
 _ROLES: Final = ("system", "user", "assistant", "tool")
-_NOT_COUNTED: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\U00040000-\U0010ffff]+")
 _TENANT: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -53,10 +52,13 @@ class SubmitOptions(TypedDict, total=False):
 
     raw: bool
     max_tokens: int
+    min_tokens: int
     temperature: float
     top_p: float
     top_k: int
     min_p: float
+    xtc_probability: float
+    xtc_threshold: float
     seed: int | None
     stop: str | Sequence[str]
     stop_token_ids: Sequence[int]
@@ -91,10 +93,14 @@ class JobSpec:
         prompt: text, chat messages, or token ids.
         raw: send a text prompt without the model's chat template.
         max_tokens: tokens to generate at most, 1 to 1,000,000.
+        min_tokens: no end token comes, and no stop string that is complete by then ends the text,
+            before there are so many; at most `max_tokens`.
         temperature: 0 (the default) is greedy; to 10.
         top_p: keep the likeliest tokens that together hold this probability; 1 is off.
         top_k: keep this many likeliest tokens; 0 is off.
         min_p: keep tokens at least this fraction as likely as the likeliest; 0 is off.
+        xtc_probability: how often all but the least likely of the tokens above `xtc_threshold` (a
+            probability, to 0.5) are excluded, end tokens and line breaks never; 0 is off.
         seed: 0 to 2**63-1. None only before `with_seed`: submit draws one.
         stop: strings that end the text and are not part of it; up to 16.
         stop_token_ids: token ids that end it, besides the model's own.
@@ -155,6 +161,9 @@ class JobSpec:
     queue_ttl: float | None = None
     max_runtime: float | None = None
     traceparent: str | None = None
+    min_tokens: int = 0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
 
     @property
     def least_prompt_tokens(self) -> int:
@@ -169,14 +178,6 @@ class JobSpec:
     def with_seed(self) -> JobSpec:
         """The same with a seed, drawn if there is none."""
         return self if self.seed is not None else replace(self, seed=secrets.randbits(63))
-
-
-def least_tokens(text: str, longest: int) -> int:
-    """How many tokens a text has at least, none of which is of more than `longest` characters.
-
-    Control characters and those above U+3FFFF do not count: there are tokenizers that drop them.
-    """
-    return -(-len(_NOT_COUNTED.sub("", text)) // longest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +200,9 @@ def make_request(model: object, prompt: object, options: Mapping[str, Any]) -> R
     spec = JobSpec(_model(model), _prompt(prompt), **values)
     if spec.raw and not isinstance(spec.prompt, str) and not spec.has_token_ids:
         raise InvalidRequest("raw", "needs a text prompt; chat messages need the chat template")
+    if spec.min_tokens > spec.max_tokens:
+        says = f"is {spec.min_tokens}, max_tokens is {spec.max_tokens}"
+        raise InvalidRequest("min_tokens", says)
     spec = replace(spec, traceparent=spec.traceparent or current_traceparent())
     body = replace(spec, idempotency_key=None, deadline=None)
     digest = hashlib.sha256(pack_spec(body))
@@ -215,8 +219,9 @@ def pack_spec(spec: JobSpec) -> bytes:
             value = sorted(value.items())
         elif each.name == "metadata":
             value = check.metadata("metadata", value)
+        is_packed = each.name not in _UNLESS_DEFAULT or value != each.default
         # A retry comes from another span, and is the same request all the same.
-        if value is not None and each.name != "traceparent":
+        if value is not None and is_packed and each.name != "traceparent":
             body[each.name] = value
     packed: bytes = msgpack.packb(body)
     return packed
@@ -299,10 +304,11 @@ _NUMBER: Final[_Kind] = ("a number", _is_number)
 _FLAG: Final[_Kind] = ("true or false", lambda value: isinstance(value, bool))
 _KINDS: Final[dict[str, _Kind]] = {
     **dict.fromkeys(("model", "tenant", "idempotency_key", "metadata", "recovery"), _TEXT),
-    **dict.fromkeys(("max_tokens", "top_k", "seed", "logprobs", "priority"), _WHOLE),
+    **dict.fromkeys(("max_tokens", "min_tokens", "top_k", "seed", "logprobs", "priority"), _WHOLE),
     **dict.fromkeys(("temperature", "top_p", "min_p", "deadline"), _NUMBER),
     **dict.fromkeys(("queue_ttl", "max_runtime", "repetition_penalty"), _NUMBER),
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), _NUMBER),
+    **dict.fromkeys(("xtc_probability", "xtc_threshold"), _NUMBER),
     **dict.fromkeys(("repetition_context_size", "presence_context_size"), _WHOLE),
     "frequency_context_size": _WHOLE,
     "raw": _FLAG,
@@ -317,14 +323,19 @@ _KINDS: Final[dict[str, _Kind]] = {
 """What workers take for the value of each field; its bounds are the engine's matter."""
 
 
+# Fields that came later: without them a spec is what older workers read, and hashes as it did.
+_UNLESS_DEFAULT: Final = frozenset(("min_tokens", "xtc_probability", "xtc_threshold"))
 _TWO_MILLION: Final = 2_000_000
 _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "raw": check.flag,
     "max_tokens": lambda name, value: check.integer(name, value, 1, 1_000_000),
+    "min_tokens": lambda name, value: check.integer(name, value, 0, 1_000_000),
     "temperature": lambda name, value: check.number(name, value, 0, 10),
     "top_p": lambda name, value: check.above_zero(name, value, 1, "temperature=0 is greedy"),
     "top_k": lambda name, value: check.integer(name, value, 0, _TWO_MILLION),
     "min_p": lambda name, value: check.number(name, value, 0, 1),
+    "xtc_probability": lambda name, value: check.number(name, value, 0, 1),
+    "xtc_threshold": lambda name, value: check.number(name, value, 0, 0.5),
     "seed": lambda name, value: check.integer(name, value, 0, MAX_SEED),
     "stop": lambda name, value: _stop(name, value),
     "stop_token_ids": lambda name, value: check.token_ids(name, check.items(name, value, 1024)),

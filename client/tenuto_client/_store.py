@@ -34,12 +34,12 @@ from ._limits import (
     unpack_limits,
 )
 from ._reader import StreamReader
-from ._records import QUIET_PHASES, JobRecord, JobState
+from ._records import QUIET_PHASES, JobRecord, JobState, JobStats
 from ._redis import Connection
 from ._scripts import source, ticket_payload
 from ._spec import JobSpec, Request, pack_spec
 from ._tails import Tails
-from ._wire import is_token_id
+from ._wire import is_token_id, stats_of
 from .keys import Keys
 
 _FIELDS: Final = (
@@ -47,7 +47,7 @@ _FIELDS: Final = (
     "finished_at", "finish_reason", "exactness", "error", "priority", "metadata",
     "exactness_reason", "tenant", "worker", "attempts", "cancel", "max_tokens", "phase",
     "phase_done", "phase_total", "durable", "checkpoint_error", "queue_ttl", "max_runtime",
-    "suspect", "preemptions", "deadline",
+    "suspect", "preemptions", "deadline", "stats", "ran",
 )  # fmt: skip
 
 
@@ -415,4 +415,15 @@ def _record(values: Sequence[bytes | None]) -> JobRecord:
         suspect=text["suspect"] is not None,
         preemptions=counted("preemptions") or 0,
         deadline=number("deadline"),
+        stats=_stats(text["stats"], counted("attempts") or 0, number("ran") or 0.0),
     )
+
+
+def _stats(told: str | None, attempts: int, ran: float) -> JobStats | None:
+    if told is None:
+        return None
+    try:
+        return stats_of(json.loads(told), attempts=attempts, seconds=ran)
+    except (KeyError, TypeError, ValueError):
+        # Somebody damaged them; the record is worth more than they are.
+        return None

@@ -7,17 +7,20 @@ An entry has one field. `t` holds tokens, under the id `<last index>-0`; `e` hol
        `k` (the top logprobs) is absent when none were asked for. Floats are IEEE single precision,
        which is what the engine computes in, so they come back with the same bits.
     e: {v: 1, type: "state" | "end", state, epoch, at, ...}
+       An end has `usage`, and `stats` where the worker that ended the job told them (`JobStats`).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any, Final, TypeVar
 
 import msgpack
 
 from ._errors import ProtocolError
-from ._records import EndEvent, JobState, StateEvent, Token, Usage
+from ._records import EndEvent, JobState, JobStats, StateEvent, Token, Usage
 
 VERSION: Final = 1
 TOKENS_FIELD: Final = b"t"
@@ -68,15 +71,15 @@ def _tokens(body: Mapping[str, Any]) -> list[Token]:
     ]
 
 
-def unpack_entry(entry_id: str, fields: Mapping[bytes, bytes]) -> Entry:
+def unpack_entry(entry_id: str, entry: Mapping[bytes, bytes]) -> Entry:
     """One stream entry as the tokens or the event that it holds.
 
     Raises:
         ProtocolError: the entry is damaged, or of a version that this one cannot read.
     """
-    if (payload := fields.get(TOKENS_FIELD)) is not None:
+    if (payload := entry.get(TOKENS_FIELD)) is not None:
         return unpack_tokens(payload)
-    if (payload := fields.get(EVENT_FIELD)) is not None:
+    if (payload := entry.get(EVENT_FIELD)) is not None:
         index = index_of(entry_id)
         return _read(lambda body: _event(index, body), _unpack(payload))
     raise ProtocolError(f"stream entry {entry_id} has neither tokens nor an event")
@@ -109,11 +112,27 @@ def _event(index: int, body: Mapping[str, Any]) -> StateEvent | EndEvent:
         epoch=body["epoch"],
         finish_reason=body.get("finish_reason"),
         text=body["text"],
-        usage=Usage(usage["prompt_tokens"], usage["completion_tokens"]),
+        usage=Usage(usage["prompt_tokens"], usage["completion_tokens"], usage.get("cached_tokens")),
         exactness=body["exactness"],
         exactness_reason=body.get("exactness_reason"),
         error=body.get("error"),
+        stats=None if (told := body.get("stats")) is None else stats_of(told),
     )
+
+
+def stats_of(told: Mapping[str, Any], **totals: float) -> JobStats:
+    """Of what a worker told of itself, and Redis of all attempts; what else is there is left out.
+
+    Raises:
+        KeyError, TypeError, ValueError: something is missing, or no number.
+    """
+    values = {**told, **totals}
+    numbers = {each.name: float(values[each.name]) for each in fields(JobStats)}
+    if not all(map(math.isfinite, numbers.values())):
+        raise ValueError("a number that is none")
+    # Lua knows one kind of number, so that a whole one may come back as either.
+    counts = {each.name: int(numbers[each.name]) for each in fields(JobStats) if each.type == "int"}
+    return JobStats(**{**numbers, **counts})  # type: ignore[arg-type]
 
 
 def _read(read: Callable[[Mapping[str, Any]], _T], body: Mapping[str, Any]) -> _T:

@@ -42,9 +42,10 @@ def admit(
     if scheme is not None:
         check_quantized(caches, scheme, position)
     ends = frozenset() if options.ignore_eos else loaded.eos_token_ids
-    sequence = Sequence(
-        prompt, _without_cache(options), ends | set(options.stop_token_ids), loaded.decode
-    )
+    ends |= set(options.stop_token_ids)
+    if options.min_tokens and ends.issuperset(range(loaded.vocab_size)):
+        raise InvalidOption("min_tokens", "every token of the model is one that ends")
+    sequence = Sequence(prompt, _without_cache(options), ends, loaded.decode)
     sequence.stats.cached_tokens = min(position, len(prompt))
     sequence.prefill_done = min(position, len(prompt))
     sequence.prefill_total = len(prompt) if options.resumes else len(tokens)
@@ -55,8 +56,8 @@ def admit(
         position=position,
         bound=len(prompt) + options.max_tokens - 1,
         reading=tokens,
-        processors=LogitsProcessors(options, tokens),
-        sampler=Sampler(options, sequence.seed),
+        processors=LogitsProcessors(options, tokens, sequence.end_tokens),
+        sampler=Sampler(options, sequence.seed, _xtc_exempt(loaded, options)),
         pending=_pending(options),
         origin=options.cache_origin,
         unquantized=None if scheme is None or is_quantized_at(scheme, position) else scheme,
@@ -111,6 +112,13 @@ def _check_token_options(
         raise InvalidOption("seed", "published tokens were sampled with a seed; give that one")
     if options.initial_tokens and generated != tuple(t.token for t in options.initial_tokens):
         raise InvalidOption("initial_tokens", "are not the generated tokens of the prompt given")
+
+
+def _xtc_exempt(loaded: LoadedModel, options: GenerationOptions) -> frozenset[int]:
+    """What mlx-lm's server and command exempt: end tokens, and all that a line break encodes to."""
+    if options.xtc_probability == 0:
+        return frozenset()
+    return loaded.eos_token_ids.union(loaded.tokenizer.encode("\n"))
 
 
 def _caches(loaded: LoadedModel, options: GenerationOptions) -> tuple[list[Any], int]:

@@ -24,8 +24,9 @@ _CLEAR_EVERY = 256
 
 def draw(row: Row, logits: mx.array) -> Pending:
     """Sample the token after those in the cache from its logits ``[1, V]``."""
-    logprobs = log_softmax(row.processors(logits))
-    token = row.sampler(logprobs, row.generated + 1)
+    index = row.generated + 1
+    logprobs = log_softmax(row.processors(logits, index))
+    token = row.sampler(logprobs, index)
     chosen = mx.take_along_axis(logprobs, token[:, None], axis=-1)
     return Pending(token, chosen, likeliest(logprobs, row.sequence.options.logprobs))
 

@@ -376,9 +376,11 @@ class Engine:
 
     def _prefill(self, row: Row) -> None:
         sequence = row.sequence
+        sequence.start_prefill()
         prefill_step(self._loaded.model, row, self._chunk)
         if row.pending is None:
             return
+        sequence.start_decode()
         row.checkpoint_if_due(now=True)
         if sequence.next_published:
             take_published(row)
@@ -410,7 +412,8 @@ def _begin(row: Row) -> None:
     if sequence.state is not SequenceState.WAITING:
         return
     prefills = row.pending is None
-    sequence.start_clock(prefills=prefills)
+    if not prefills:
+        sequence.start_decode()
     sequence.state = SequenceState.PREFILL if prefills else _decoding_state(sequence)
 
 

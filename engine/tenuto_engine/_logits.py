@@ -1,8 +1,9 @@
-"""From logits to logprobs: bias, penalties, log-softmax, the likeliest tokens."""
+"""From logits to logprobs: bias, penalties, fewest tokens, log-softmax, the likeliest tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, cast
 
 import mlx.core as mx
@@ -13,15 +14,43 @@ from tenuto_engine._options import GenerationOptions
 Processor = Callable[[mx.array, mx.array], mx.array]
 
 
+class TokenMask:
+    """A set of token ids as the device wants it."""
+
+    def __init__(self, ids: Collection[int]) -> None:
+        self._ids = sorted(ids)
+        self._mask: mx.array | None = None
+
+    def of_size(self, size: int) -> mx.array:
+        """Boolean `[size]`, true at the ids; made once. Ids from `size` on are left out."""
+        if self._mask is None:
+            self._mask = mx.zeros((size,), dtype=mx.bool_)
+            # What is written beyond an array's end lands in somebody else's.
+            if inside := [token for token in self._ids if token < size]:
+                self._mask[mx.array(inside)] = True
+        return self._mask
+
+
 class LogitsProcessors:
-    """Bias and penalties of one generation, as mlx-lm applies them.
+    """Bias, penalties and ``min_tokens`` of one generation; the first two as mlx-lm applies them.
 
     They see the last tokens, prompt included, as a device array, so that a token which the
     host has not read yet can already be in it.
+
+    Args:
+        tokens: the prompt, and the generated tokens so far.
+        end_tokens: those that ``min_tokens`` keeps from being drawn.
     """
 
-    def __init__(self, options: GenerationOptions, tokens: Sequence[int]) -> None:
+    def __init__(
+        self,
+        options: GenerationOptions,
+        tokens: Sequence[int],
+        end_tokens: Collection[int] = (),
+    ) -> None:
         self._processors = _processors(options)
+        self._min_tokens = options.min_tokens if end_tokens else 0
+        self._ends = TokenMask(end_tokens)
         self._reach = _reach(options)
         recent = list(tokens[-self._reach :]) if self._reach else []
         self._recent = mx.array(recent, dtype=mx.uint32)
@@ -31,10 +60,13 @@ class LogitsProcessors:
         if self._reach:
             self._recent = mx.concatenate([self._recent, token])[-self._reach :]
 
-    def __call__(self, logits: mx.array) -> mx.array:
-        """Apply all to `[1, V]` logits."""
+    def __call__(self, logits: mx.array, index: int) -> mx.array:
+        """Apply all to the `[1, V]` logits of token `index`, from 1."""
         for processor in self._processors:
             logits = processor(self._recent, logits)
+        if index <= self._min_tokens:
+            never = mx.array(-math.inf, logits.dtype)
+            logits = mx.where(self._ends.of_size(logits.shape[-1]), never, logits)
         return logits
 
 
@@ -85,9 +117,13 @@ def likeliest(logprobs: mx.array, count: int) -> Likeliest | None:
 
 
 def in_order(found: Likeliest | None) -> tuple[tuple[int, float], ...]:
-    """Read the likeliest tokens, likeliest first; among equals the lower id first."""
+    """Read the likeliest tokens, likeliest first; among equals the lower id first.
+
+    One that cannot be drawn is not among them, however few there are.
+    """
     if found is None:
         return ()
     ids = cast(list[int], found.ids.tolist())
     logprobs = cast(list[float], found.logprobs.tolist())
-    return tuple(sorted(zip(ids, logprobs, strict=True), key=lambda pair: (-pair[1], pair[0])))
+    pairs = [pair for pair in zip(ids, logprobs, strict=True) if pair[1] != -math.inf]
+    return tuple(sorted(pairs, key=lambda pair: (-pair[1], pair[0])))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +28,7 @@ class MemoryUse:
     Attributes:
         active: in arrays.
         cache: free, kept for the next arrays.
-        peak: most that was active at once.
+        peak: most that was active at once since the process began.
         budget: what may be used; infinite where there is no limit.
     """
 
@@ -41,9 +43,46 @@ def memory_use(budget: float) -> MemoryUse:
     return MemoryUse(
         active=mx.get_active_memory(),
         cache=mx.get_cache_memory(),
-        peak=mx.get_peak_memory(),
+        peak=max(_highest, mx.get_peak_memory()),
         budget=budget,
     )
+
+
+class PeakMeter:
+    """The most memory that MLX had in arrays at once since the meter was made, in bytes.
+
+    MLX counts one peak for the whole process, which is begun anew for each meter; so the others
+    and ``memory_use`` note it before.
+    """
+
+    def __init__(self) -> None:
+        self._bytes = mx.get_active_memory()
+        with _lock:
+            _note_peak()
+            mx.reset_peak_memory()
+            _meters.add(self)
+
+    def note(self, peak: int) -> None:
+        """So much was in use since it was last told."""
+        self._bytes = max(self._bytes, peak)
+
+    def read(self) -> int:
+        """The peak up to now."""
+        self.note(mx.get_peak_memory())
+        return self._bytes
+
+
+_lock = threading.Lock()
+_meters: weakref.WeakSet[PeakMeter] = weakref.WeakSet()
+_highest = 0
+
+
+def _note_peak() -> None:
+    global _highest
+    peak = mx.get_peak_memory()
+    _highest = max(_highest, peak)
+    for meter in _meters:
+        meter.note(peak)
 
 
 def default_budget() -> int:

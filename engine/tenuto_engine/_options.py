@@ -40,10 +40,18 @@ class GenerationOptions:
 
     What is asked for:
         max_tokens: tokens of the whole generation, resumed part included; at least 1.
+        min_tokens: the generation does not end by itself before it has so many tokens, none of
+            which is an end token; at most ``max_tokens``. Till then end tokens and
+            ``stop_token_ids`` cannot be drawn, and a stop string that is complete by then is
+            ordinary text.
         temperature: 0 is greedy, else the logprobs are divided by it before the draw.
         top_p: keep the likeliest tokens that together hold this probability; 1 is off.
         top_k: keep this many likeliest tokens; 0 is off.
         min_p: keep tokens at least this fraction as likely as the likeliest; 0 is off.
+        xtc_probability: how often the top choices are excluded (XTC), 0 to 1; 0 is off. Then of
+            the tokens above ``xtc_threshold`` only the least likely may be drawn. The model's
+            end tokens and those of a line break are never excluded.
+        xtc_threshold: the probability above which a token is a top choice, 0 to 0.5.
         seed: 0 to 2**64-1. None draws one, unless the generation is a resumed one.
         stop: strings that end the generation and are not part of its text.
         stop_token_ids: token ids that end it, besides the model's own.
@@ -84,10 +92,13 @@ class GenerationOptions:
     """
 
     max_tokens: int = 512
+    min_tokens: int = 0
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
@@ -143,12 +154,19 @@ def _freeze(options: GenerationOptions) -> None:
 
 def _check_sampling(options: GenerationOptions) -> None:
     _integer(options, "max_tokens", 1, None)
+    _integer(options, "min_tokens", 0, None)
+    if options.min_tokens > options.max_tokens:
+        raise InvalidOption(
+            "min_tokens", f"is {options.min_tokens}, above max_tokens={options.max_tokens}"
+        )
     _number(options, "temperature", 0.0, None)
     _number(options, "top_p", 0.0, 1.0)
     if options.top_p == 0:
         raise InvalidOption("top_p", "must be above 0", hint="temperature=0 is greedy")
     _integer(options, "top_k", 0, None)
     _number(options, "min_p", 0.0, 1.0)
+    _number(options, "xtc_probability", 0.0, 1.0)
+    _number(options, "xtc_threshold", 0.0, 0.5)
     _integer(options, "logprobs", 0, MAX_TOP_LOGPROBS)
     if options.seed is not None:
         _integer(options, "seed", 0, MAX_SEED)

@@ -10,25 +10,29 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import IntEnum
-from functools import partial
 from typing import Final
 
 import mlx.core as mx
 
+from tenuto_engine._logits import TokenMask
 from tenuto_engine._options import GenerationOptions
 
 # 1/temperature must stay finite, or every logprob becomes infinite and the draw noise.
 _STEEPEST: Final = 1e30
 
-Filter = Callable[[mx.array], mx.array]
+Filter = Callable[[mx.array, int], mx.array]
 
 
 class Purpose(IntEnum):
-    """What a random number is for; each has its own keys."""
+    """What a random number is for; each has its own keys.
+
+    The values are part of every draw: one that is in use never changes.
+    """
 
     DRAW = 0
+    XTC = 1
 
 
 def sampling_key(seed: int, index: int, purpose: Purpose = Purpose.DRAW) -> mx.array:
@@ -39,34 +43,60 @@ def sampling_key(seed: int, index: int, purpose: Purpose = Purpose.DRAW) -> mx.a
 
 
 class Sampler:
-    """Chooses a token from logprobs, by the options of one generation and its seed."""
+    """Chooses a token from logprobs, by the options of one generation and its seed.
 
-    def __init__(self, options: GenerationOptions, seed: int) -> None:
+    Args:
+        exempt: tokens that XTC never excludes.
+    """
+
+    def __init__(self, options: GenerationOptions, seed: int, exempt: Collection[int] = ()) -> None:
         self._seed = seed
         self._temperature = options.temperature
         self._steepness = min(1 / options.temperature, _STEEPEST) if options.temperature else 0.0
-        self._filters = _filters(options)
+        self._filters = _filters(options, seed, exempt)
 
     def __call__(self, logprobs: mx.array, index: int) -> mx.array:
         """Choose token `index` from `[1, V]` logprobs; uint32 `[1]`."""
         if self._temperature == 0:
             return mx.argmax(logprobs, axis=-1)
-        for keep in self._filters:
-            logprobs = keep(logprobs)
         # In half precision a low temperature would overflow.
-        steep = logprobs.astype(mx.float32) * self._steepness
+        steep = self.filtered(logprobs, index).astype(mx.float32) * self._steepness
         return mx.random.categorical(steep, key=sampling_key(self._seed, index))
 
+    def filtered(self, logprobs: mx.array, index: int) -> mx.array:
+        """The `[1, V]` logprobs from which token `index` is drawn; -inf where it cannot be."""
+        for keep in self._filters:
+            logprobs = keep(logprobs, index)
+        return logprobs
 
-def _filters(options: GenerationOptions) -> list[Filter]:
+
+def _filters(options: GenerationOptions, seed: int, exempt: Collection[int]) -> list[Filter]:
+    """Those that are on, in the order of mlx-lm's ``make_sampler``.
+
+    They keep numbers, not the options, which may hold the caches of a checkpoint.
+    """
+    top_p, min_p, top_k = options.top_p, options.min_p, options.top_k
     filters: list[Filter] = []
-    if options.top_p < 1:
-        filters.append(partial(keep_top_p, top_p=options.top_p))
-    if options.min_p > 0:
-        filters.append(partial(keep_min_p, min_p=options.min_p))
-    if options.top_k > 0:
-        filters.append(partial(keep_top_k, top_k=options.top_k))
+    if top_p < 1:
+        filters.append(lambda row, _: keep_top_p(row, top_p=top_p))
+    if min_p > 0:
+        filters.append(lambda row, _: keep_min_p(row, min_p=min_p))
+    if options.xtc_probability > 0:
+        filters.append(_xtc(options.xtc_probability, options.xtc_threshold, seed, exempt))
+    if top_k > 0:
+        filters.append(lambda row, _: keep_top_k(row, top_k=top_k))
     return filters
+
+
+def _xtc(probability: float, threshold: float, seed: int, exempt: Collection[int]) -> Filter:
+    spared = TokenMask(exempt)
+
+    def exclude_now_and_then(logprobs: mx.array, index: int) -> mx.array:
+        coin = mx.random.uniform(key=sampling_key(seed, index, Purpose.XTC))
+        excluded = exclude_top_choices(logprobs, threshold=threshold, exempt=spared)
+        return mx.where(coin > probability, logprobs, excluded)
+
+    return exclude_now_and_then
 
 
 def keep_top_p(logprobs: mx.array, *, top_p: float) -> mx.array:
@@ -95,6 +125,14 @@ def keep_top_k(logprobs: mx.array, *, top_k: int) -> mx.array:
     order = mx.argpartition(-logprobs, kth=top_k - 1, axis=-1)
     nothing = mx.array(-math.inf, logprobs.dtype)
     return mx.put_along_axis(logprobs, order[..., top_k:], nothing, axis=-1)
+
+
+def exclude_top_choices(logprobs: mx.array, *, threshold: float, exempt: TokenMask) -> mx.array:
+    """Keep, of the tokens that are likelier than `threshold`, the least likely and the exempt
+    ones; all others stay."""
+    probs = mx.softmax(logprobs, axis=-1)
+    least = mx.min(mx.where(probs > threshold, probs, math.inf), axis=-1, keepdims=True)
+    return _drop(logprobs, (probs > least) & ~exempt.of_size(logprobs.shape[-1]))
 
 
 def _drop(logprobs: mx.array, condition: mx.array) -> mx.array:

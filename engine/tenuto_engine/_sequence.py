@@ -56,13 +56,20 @@ class GenerationStats:
         cached_tokens: those that a warm cache spared.
         generated_tokens: tokens of the whole generation so far, resumed ones included.
         finish_reason: ``stop``, ``length``, or None while or if it did not finish.
-        prefill_seconds: from the first chunk to the first token known.
-        decode_seconds: from then on.
+        prefill_seconds: from the first chunk to the first token known; set at the end of that.
+            Pauses in which other rows decode are part of it, waiting for another row's prompt
+            is not.
+        decode_seconds: from then on; set at the end. Checkpoints are part of it.
         cache_tokens: at the end, the exact tokens whose KV was in the cache.
         divergences: published tokens that differ, by id or logprob, from the computed ones.
         first_divergence: index of the first of those, or None.
         checkpoints: checkpoints handed to the callback.
         checkpoint_errors: those on which the callback raised.
+        prefilled_tokens: prompt tokens that this run read.
+        decoded_tokens: tokens that this run decoded, those of a catch-up included. The first
+            one of a prefill, and one that a checkpoint knew already, are not.
+        peak_memory: bytes that MLX had in arrays at most while the generation had its slot.
+            They are the whole process's: weights and other rows included.
     """
 
     prompt_tokens: int
@@ -78,6 +85,7 @@ class GenerationStats:
     checkpoint_errors: int = 0
     prefilled_tokens: int = 0
     decoded_tokens: int = 0
+    peak_memory: int = 0
 
     @property
     def prefill_tps(self) -> float:
@@ -140,7 +148,8 @@ class Sequence:
         )
         self._text = TextStream(self.decode, self.options.stop)
         self._began: float | None = None
-        self._first_token: float | None = None
+        self._prefilled: float | None = None
+        self._decodes = False
 
     @property
     def catch_up_total(self) -> int:
@@ -188,43 +197,48 @@ class Sequence:
         self.emitted = len(self.tokens)
         return fresh
 
-    def start_clock(self, *, prefills: bool) -> None:
-        self._began = time.perf_counter()
-        if not prefills:
-            self._first_token = self._began
+    def start_prefill(self) -> None:
+        """The first chunk begins now; harmless when called again."""
+        self._began = self._began or time.perf_counter()
+
+    def start_decode(self) -> None:
+        """The first token is known now, or was from the beginning; harmless when called again."""
+        self._prefilled = self._prefilled or time.perf_counter()
+        self.stats.prefill_seconds = self._prefilled - (self._began or self._prefilled)
 
     def stop_clock(self) -> None:
         """Set the times of the stats; called at an end, and harmless when called again."""
         now = time.perf_counter()
-        began, first = self._began, self._first_token
-        if began is not None:
-            self.stats.prefill_seconds = (first or now) - began
-        if first is not None:
-            self.stats.decode_seconds = now - first
+        if self._prefilled is not None:
+            self.stats.decode_seconds = now - self._prefilled
+        elif self._began is not None:
+            self.stats.prefill_seconds = now - self._began
 
     def _append(self, token: Token) -> None:
-        if self._first_token is None:
-            self._first_token = time.perf_counter()
-        else:
-            self.stats.decoded_tokens += 1
+        # Whatever comes first was known before this run decoded anything.
+        self.stats.decoded_tokens += self._decodes
+        self._decodes = True
         self.tokens.append(token)
         self.stats.generated_tokens = len(self.tokens)
 
     def _settle(self, drawn: Drawn, index: int) -> Token:
         text = ""
+        may_stop = index > self.options.min_tokens
         if drawn.token in self.end_tokens:
-            self._finish("stop", flush=True)
+            self._finish("stop", self._text.flush(may_stop=may_stop).text)
         else:
-            text, stopped = self._text.push(drawn.token)
+            text, stopped = self._text.push(drawn.token, may_stop=may_stop)
             if stopped:
-                self._finish("stop", flush=False)
+                self._finish("stop")
             elif index == self.options.max_tokens:
-                self._finish("length", flush=True)
+                # What was half a character may complete a stop string, and that wins.
+                last = self._text.flush(may_stop=may_stop)
+                self._finish("stop" if last.stopped else "length", last.text)
         return Token(drawn.token, index, text, drawn.logprob, drawn.top_logprobs)
 
-    def _finish(self, reason: FinishReason, *, flush: bool) -> None:
+    def _finish(self, reason: FinishReason, end_text: str = "") -> None:
         self.finish_reason = self.stats.finish_reason = reason
-        self.end_text = self._text.flush() if flush else ""
+        self.end_text = end_text
 
 
 class TokenEvent(NamedTuple):

@@ -17,6 +17,7 @@ from tenuto_engine._kv_quantizer import quantize_caches
 from tenuto_engine._kv_scheme import KVScheme
 from tenuto_engine._live import LiveCheckpoint, Moment
 from tenuto_engine._logits import Likeliest, LogitsProcessors, in_order
+from tenuto_engine._memory import PeakMeter
 from tenuto_engine._options import GenerationOptions
 from tenuto_engine._prefix import PrefixOffers
 from tenuto_engine._sampler import Sampler
@@ -110,6 +111,7 @@ class Row:
         offers: takes what its prefill writes for prompts that begin alike, or None.
         unquantized: the scheme by which the caches are quantized once they are long enough; None
             if they are, or never will be.
+        peak: memory of the process since the row was made.
     """
 
     sequence: Sequence
@@ -126,6 +128,7 @@ class Row:
 
     def __post_init__(self) -> None:
         self._clock = CheckpointClock(self.sequence.options, max(self.generated, 0))
+        self.peak = PeakMeter()
 
     @property
     def generated(self) -> int:
@@ -253,4 +256,5 @@ class Slots:
         row = self._rows.pop(sequence)
         sequence.stats.cache_tokens = row.tokens_in_cache()
         sequence.stop_clock()
+        sequence.stats.peak_memory = row.peak.read()
         row.caches, row.pending = [], None

@@ -81,12 +81,16 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._held = ""
 
-    def push(self, text: str) -> Matched:
+    def push(self, text: str, *, may_stop: bool = True) -> Matched:
         """Take the next piece; return the text before the first stop string, or what cannot
-        be part of one any more."""
+        be part of one any more.
+
+        A stop string that is complete with a piece that may not stop is ordinary text.
+        """
+        earlier = len(self._held)
         self._held += text
-        found = [at for at in map(self._held.find, self._stops) if at >= 0]
-        if found:
+        found = [at for stop in self._stops if (at := self._find(stop, earlier)) >= 0]
+        if found and may_stop:
             before, self._held = self._held[: min(found)], ""
             return Matched(before, True)
         certain = len(self._held) - self._longest_start()
@@ -98,11 +102,15 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
+    def _find(self, stop: str, earlier: int) -> int:
+        """Where `stop` is that was not whole in the first `earlier` characters; -1 if nowhere."""
+        return self._held.find(stop, max(0, earlier - len(stop) + 1))
+
     def _longest_start(self) -> int:
         longest = max(map(len, self._stops), default=1) - 1
         for length in range(min(longest, len(self._held)), 0, -1):
             tail = self._held[-length:]
-            if any(stop.startswith(tail) for stop in self._stops):
+            if any(len(stop) > length and stop.startswith(tail) for stop in self._stops):
                 return length
         return 0
 
@@ -114,11 +122,11 @@ class TextStream:
         self._detokenizer = Detokenizer(decode)
         self._matcher = StopMatcher(stops)
 
-    def push(self, token: int) -> Matched:
+    def push(self, token: int, *, may_stop: bool = True) -> Matched:
         """Take the next token; return its text and whether a stop string is complete."""
-        return self._matcher.push(self._detokenizer.push(token))
+        return self._matcher.push(self._detokenizer.push(token), may_stop=may_stop)
 
-    def flush(self) -> str:
+    def flush(self, *, may_stop: bool = True) -> Matched:
         """Return all that is held back at a natural end, still cut before a stop string."""
-        last = self._matcher.push(self._detokenizer.flush())
-        return last.text if last.stopped else last.text + self._matcher.flush()
+        last = self._matcher.push(self._detokenizer.flush(), may_stop=may_stop)
+        return last if last.stopped else Matched(last.text + self._matcher.flush(), False)

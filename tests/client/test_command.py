@@ -153,6 +153,47 @@ def test_watch_json_is_one_object_a_line_of_the_documented_shapes(
     assert [line["type"] for line in printed] == ["state"] * 2 + ["token"] * 3 + ["end"]
 
 
+TOLD = (
+    '{"cached_tokens":2,"prefill_tokens":1,"prefill_seconds":0.5,"decode_tokens":2,'
+    '"decode_seconds":0.25,"peak_memory":4096}'
+)
+
+
+def test_stats_that_a_worker_told_are_in_watch_result_and_status(
+    tenuto: Tenuto, worker: RawWorker
+) -> None:
+    job_id = finished(tenuto, worker, stats=TOLD)
+    end = lines(tenuto("watch", job_id, "--json"))[-1]
+    (result,) = lines(tenuto("result", job_id, "--json"))
+    (record,) = lines(tenuto("status", job_id, "--json"))
+    assert end["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "cached_tokens": 2}
+    assert result["usage"] == end["usage"]
+    assert end["stats"] == result["stats"]
+    seconds = end["stats"].pop("seconds")
+    assert seconds == pytest.approx(record["stats"].pop("seconds"), abs=1e-9)
+    assert record["stats"] == end["stats"] == {
+        "cached_tokens": 2, "prefill_tokens": 1, "prefill_seconds": 0.5, "decode_tokens": 2,
+        "decode_seconds": 0.25, "peak_memory": 4096, "attempts": 1, "prefill_tps": 2.0,
+        "decode_tps": 8.0,
+    }  # fmt: skip
+
+
+def test_stats_of_an_attempt_go_when_the_job_goes_on(tenuto: Tenuto, worker: RawWorker) -> None:
+    job_id = finished(tenuto, worker, state="failed", error="for this test", stats=TOLD)
+    assert lines(tenuto("status", job_id, "--json"))[0]["stats"]["attempts"] == 1
+    assert "stats" not in lines(tenuto("resume", job_id, "--json"))[0]
+    tenuto("cancel", job_id)
+    assert "stats" not in lines(tenuto("watch", job_id, "--json", code=1))[-1]
+
+
+@pytest.mark.parametrize("told", ["", "no JSON", "[1]", '{"cached_tokens":"x"}'])
+def test_damaged_stats_cost_the_stats_alone(tenuto: Tenuto, worker: RawWorker, told: str) -> None:
+    job_id = finished(tenuto, worker, stats=TOLD)
+    worker.write(job_id, "stats", told)
+    (record,) = lines(tenuto("status", job_id, "--json"))
+    assert (record["state"], record.get("stats")) == ("completed", None)
+
+
 def test_json_logprobs_have_the_bits_that_were_published(tenuto: Tenuto, worker: RawWorker) -> None:
     job_id = tenuto("submit", "m", "hi").stdout.strip()
     attempt = worker.claim()

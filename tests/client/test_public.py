@@ -15,7 +15,8 @@ from tenuto_client import _errors as errors
 PUBLIC = [
     "Client", "DataDirError", "EndEvent", "Event", "FakeClient", "FakeReply", "Finding",
     "IdempotencyConflict", "IllegalTransition", "InvalidRequest", "Job", "JobCancelled",
-    "JobFailed", "JobGone", "JobNotCompleted", "JobRecord", "JobSpec", "JobState", "Keys", "Level",
+    "JobFailed", "JobGone", "JobNotCompleted", "JobRecord", "JobSpec", "JobState", "JobStats",
+    "Keys", "Level",
     "LimitExceeded", "Message", "ModelInfo", "ProgressEvent", "Prompt", "ProtocolError", "Result",
     "ResultTimeout", "ServerStartFailed", "ServerUnavailable", "Settings", "StateEvent",
     "SubmitOptions",

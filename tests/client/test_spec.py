@@ -33,6 +33,17 @@ BAD: list[tuple[str, Any]] = [
     ("top_p", NAN),
     ("top_k", -1),
     ("top_k", 1.5),
+    ("min_tokens", -1),
+    ("min_tokens", 1.0),
+    ("min_tokens", 513),
+    ("min_tokens", 1_000_001),
+    ("xtc_probability", -0.1),
+    ("xtc_probability", 1.1),
+    ("xtc_probability", NAN),
+    ("xtc_probability", True),
+    ("xtc_threshold", -0.1),
+    ("xtc_threshold", 0.51),
+    ("xtc_threshold", "much"),
     ("min_p", -0.1),
     ("min_p", 1.1),
     ("seed", -1),
@@ -235,11 +246,31 @@ def test_a_spec_comes_back_from_its_packed_form(prompt: Any) -> None:
         "retention": "forever",
         "deadline": timedelta(hours=1),
         "idempotency_key": "k",
+        "min_tokens": 12,
+        "xtc_probability": 0.5,
+        "xtc_threshold": 0.2,
     }
     spec = make_request("m", prompt, options).spec.with_seed()
     assert unpack_spec(pack_spec(spec)) == spec
     assert spec.seed is not None
     assert 0 <= spec.seed < 2**63
+
+
+def test_fields_that_came_later_are_packed_only_where_they_say_something() -> None:
+    later = {"min_tokens", "xtc_probability", "xtc_threshold"}
+    plain = make_request("m", "hi", dict.fromkeys(later, 0) | {"xtc_threshold": 0.1})
+    assert not later & msgpack.unpackb(pack_spec(plain.spec)).keys()
+    assert plain.body_hash == make_request("m", "hi", {}).body_hash
+    for name in later:
+        asked = make_request("m", "hi", {name: 0.5 if "xtc" in name else 5})
+        assert later & msgpack.unpackb(pack_spec(asked.spec)).keys() == {name}
+        assert asked.body_hash != plain.body_hash
+
+
+def test_min_tokens_and_max_tokens_may_be_the_same_and_not_the_other_way_round() -> None:
+    assert make_request("m", "hi", {"min_tokens": 9, "max_tokens": 9}).spec.min_tokens == 9
+    with pytest.raises(InvalidRequest, match="min_tokens: is 10, max_tokens is 9"):
+        make_request("m", "hi", {"min_tokens": 10, "max_tokens": 9})
 
 
 def test_a_seed_that_was_given_is_kept() -> None:

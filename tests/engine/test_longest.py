@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from tenuto_client._spec import least_tokens
+from tenuto_client._text_length import least_tokens
 from tenuto_engine import _smollm2, model_facts
 from tenuto_engine._longest import longest_token
 from tenuto_engine._model import load_tokenizer

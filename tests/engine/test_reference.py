@@ -6,21 +6,24 @@ import importlib.util
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import pytest
+from mlx_lm import sample_utils
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors
 
 from engine_runs import PROMPT, STYLES, run
 from tenuto_engine import Engine, _smollm2
-from tenuto_engine._sampler import sampling_key
+from tenuto_engine._sampler import Purpose, sampling_key
 from tiny_models import KINDS, Kind, build_tiny_model
 
 LoadEngine = Callable[..., Engine]
 
 TOKENS = 90
+
+filters_of: Any = sample_utils
 
 
 def reference(
@@ -98,6 +101,66 @@ def test_top_logprobs_are_the_likeliest_of_the_log_softmax(llama: Engine) -> Non
     for token, row in zip(made.tokens, rows, strict=True):
         order = sorted(range(row.size), key=lambda i: (-row[i].item(), i))[:5]
         assert token.top_logprobs == tuple((i, row[i].item()) for i in order)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tokens_and_logprobs_with_everything_on_are_those_of_generate_step(
+    tmp_path: Path, dtype: str
+) -> None:
+    engine = Engine.load(build_tiny_model(tmp_path / dtype, dtype=dtype), chunk_size=16)
+    prompt = engine.encode_prompt(PROMPT, raw=True)
+    penalties: dict[str, Any] = {
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.1,
+        "logit_bias": {263: 2.0, 304: -1.0, **dict.fromkeys(engine.eos_token_ids, 50.0)},
+    }
+    filters: dict[str, Any] = {"top_p": 0.97, "min_p": 0.001, "top_k": 200}
+    ends = mx.array(sorted(engine.eos_token_ids))
+    spared = [*engine.tokenizer.encode("\n"), *engine.eos_token_ids]
+    index, least = count(1), 25
+
+    def hold_back(tokens: mx.array, logits: mx.array) -> mx.array:
+        if tokens.size < len(prompt) + least:
+            logits[:, ends] = -float("inf")
+        return logits
+
+    def sampler(logprobs: mx.array) -> mx.array:
+        place = next(index)
+        logprobs = filters_of.apply_top_p(logprobs, filters["top_p"])
+        logprobs = filters_of.apply_min_p(logprobs, filters["min_p"])
+        coin = mx.random.uniform(key=sampling_key(77, place, Purpose.XTC))
+        if cast(float, coin.item()) <= 0.5:
+            logprobs = filters_of.apply_xtc(logprobs, 1.0, 0.05, spared)
+        logprobs = filters_of.apply_top_k(logprobs, filters["top_k"])
+        steep = logprobs.astype(mx.float32) * (1 / 0.8)
+        return mx.random.categorical(steep, key=sampling_key(77, place))
+
+    processors = [*make_logits_processors(**penalties), hold_back]
+    how: dict[str, Any] = {"sampler": sampler, "logits_processors": processors}
+    ids, rows = reference(engine, prompt, 16, least + 1, **how)
+    end = next(place for place, token in enumerate(ids) if token in engine.eos_token_ids)
+    assert end == least
+    xtc: dict[str, Any] = {"xtc_probability": 0.5, "xtc_threshold": 0.05}
+    made = run(
+        engine,
+        prompt,
+        max_tokens=least + 5,
+        min_tokens=least,
+        temperature=0.8,
+        seed=77,
+        logprobs=20,
+        **penalties,
+        **filters,
+        **xtc,
+    )
+    assert made.finish_reason == "stop"
+    assert made.ids == ids
+    for token, row in zip(made.tokens, rows, strict=True):
+        logprobs = cast(list[float], row.tolist())
+        assert token.logprob == logprobs[token.token]
+        order = sorted(range(row.size), key=lambda i: (-logprobs[i], i))[:20]
+        assert token.top_logprobs == tuple((i, logprobs[i]) for i in order)
 
 
 def test_one_prompt_token_is_enough(load_engine: LoadEngine, kind: Kind) -> None:

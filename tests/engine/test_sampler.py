@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import mlx.core as mx
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from mlx_lm import sample_utils
 
 from engine_runs import PROMPT, run
 from tenuto_engine import Engine, GenerationOptions
-from tenuto_engine._sampler import Sampler, keep_min_p, keep_top_k, keep_top_p, sampling_key
+from tenuto_engine._sampler import (
+    Purpose,
+    Sampler,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    sampling_key,
+)
 
 VOCABULARY = 500
 
@@ -83,6 +92,113 @@ def test_a_draw_is_mlx_lms_filters_in_its_order_and_a_key() -> None:
         kept = reference.apply_top_k(kept, 30)
         wanted = mx.random.categorical(kept * (1 / 0.7), key=sampling_key(99, index))
         assert draw(row, index).item() == wanted.item()
+
+
+@pytest.fixture
+def uncompiled() -> Iterator[None]:
+    """mlx-lm's filters are compiled anew for each number that they are given."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+def filtered_by_mlx_lm(row: mx.array, **how: Any) -> mx.array:
+    """The logprobs from which mlx-lm's own sampler draws."""
+    seen: list[mx.array] = []
+
+    def note(logprobs: mx.array, temperature: float) -> mx.array:
+        seen.append(logprobs)
+        return mx.argmax(logprobs, axis=-1)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sample_utils, "categorical_sampling", note)
+        reference.make_sampler(temp=1.0, **how)(row)
+    return seen[0]
+
+
+@settings(
+    max_examples=150,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    options=st.fixed_dictionaries(
+        {},
+        optional={
+            "top_p": st.floats(0.01, 1.0),
+            "min_p": st.floats(0.0, 1.0),
+            "top_k": st.integers(0, VOCABULARY - 1),
+            "xtc_probability": st.sampled_from([0.0, 0.3, 0.7, 1.0]),
+            "xtc_threshold": st.sampled_from([0.0, 0.003, 0.02, 0.1, 0.5]),
+        },
+    ),
+    dtype=st.sampled_from([mx.float32, mx.bfloat16]),
+    number=st.integers(1, 2**16),
+    spread=st.sampled_from([0.1, 1.0, 3.0, 10.0]),
+    exempt=st.lists(st.integers(0, VOCABULARY - 1), max_size=5),
+)
+def test_a_token_is_drawn_from_the_distribution_of_mlx_lms_own_sampler(
+    uncompiled: None,
+    options: dict[str, Any],
+    dtype: mx.Dtype,
+    number: int,
+    spread: float,
+    exempt: list[int],
+) -> None:
+    logits = mx.random.normal((1, VOCABULARY), key=mx.random.key(number)) * spread
+    row = (logits - mx.logsumexp(logits)).astype(dtype)
+    kept = Sampler(GenerationOptions(temperature=1.0, **options), 5, exempt).filtered(row, number)
+    # Whether mlx-lm's coin excludes is its own chance; ours is that of the key.
+    coin = mx.random.uniform(key=sampling_key(5, number, Purpose.XTC)).item()
+    excludes = cast(float, coin) <= options.get("xtc_probability", 0.0)
+    how = options | {"xtc_probability": float(excludes), "xtc_special_tokens": exempt}
+    wanted = filtered_by_mlx_lm(row, **how)
+    assert kept.dtype == dtype
+    assert mx.array_equal(kept, wanted)
+
+
+def test_xtc_keeps_the_least_likely_of_the_top_choices_and_what_is_exempt() -> None:
+    row = mx.log(mx.array([[0.4, 0.3, 0.15, 0.1, 0.05]]))
+
+    def kept(threshold: float, *exempt: int) -> list[int]:
+        options = GenerationOptions(temperature=1.0, xtc_probability=1.0, xtc_threshold=threshold)
+        left = mx.isfinite(Sampler(options, 1, exempt).filtered(row, 1)[0])
+        return [place for place, is_left in enumerate(cast(list[bool], left.tolist())) if is_left]
+
+    assert kept(0.12) == [2, 3, 4]
+    assert kept(0.12, 0) == [0, 2, 3, 4]
+    # An id that the model does not have, such as one of a tokenizer with more of them.
+    assert kept(0.12, 0, 10**6) == [0, 2, 3, 4]
+    assert kept(0.35) == kept(0.5) == [0, 1, 2, 3, 4]
+    assert kept(0.0) == [4]
+
+
+def test_the_coin_of_xtc_has_a_key_of_its_own() -> None:
+    row = mx.log(mx.array([[0.6, 0.4]]))
+    options = GenerationOptions(temperature=1.0, xtc_probability=0.5)
+    sampler = Sampler(options, 8)
+    for index in range(1, 50):
+        coin = mx.random.uniform(key=sampling_key(8, index, Purpose.XTC))
+        excluded = not mx.isfinite(sampler.filtered(row, index)[0, 0]).item()
+        assert excluded == (cast(float, coin.item()) <= 0.5)
+
+
+def test_xtc_excludes_as_often_as_it_was_asked_to() -> None:
+    row = mx.log(mx.array([[0.6, 0.4]]))
+    options = GenerationOptions(temperature=1.0, xtc_probability=0.25, xtc_threshold=0.1)
+    sampler = Sampler(options, 8)
+    times = sum(
+        not math.isfinite(cast(float, sampler.filtered(row, index)[0, 0].item()))
+        for index in range(2000)
+    )
+    assert abs(times / 2000 - 0.25) < 5 * math.sqrt(0.25 * 0.75 / 2000)
+
+
+def test_the_purposes_of_random_numbers_are_fixed_forever() -> None:
+    assert {each.name: each.value for each in Purpose} == {"DRAW": 0, "XTC": 1}
+    assert sampling_key(7, 1, Purpose.XTC).tolist() == [2327825257, 1126805341]
 
 
 def test_keys_differ_by_seed_and_by_index_and_are_fixed_forever() -> None:

@@ -147,7 +147,46 @@ def test_a_flush_gives_what_was_held(tokenizer: Any) -> None:
     ids = tokenizer.encode("the EN中")[:-1]
     shown = "".join(stream.push(token).text for token in ids)
     assert shown == "the "
-    assert stream.flush() == "EN\ufffd"
+    assert stream.flush() == ("EN\ufffd", False)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    text=st.lists(st.tuples(st.text("ab", max_size=4), st.booleans()), max_size=12),
+    stops=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+)
+def test_a_stop_string_ends_only_where_it_is_complete_with_a_piece_that_may_stop(
+    text: list[tuple[str, bool]], stops: list[str]
+) -> None:
+    matcher = StopMatcher(stops)
+    out, seen = "", ""
+    for piece, may_stop in text:
+        before, seen = len(seen), seen + piece
+        found = matcher.push(piece, may_stop=may_stop)
+        out += found.text
+        ends = [
+            (at, at + len(s)) for s in stops for at in range(len(seen)) if seen[at:].startswith(s)
+        ]
+        places = [at for at, end in ends if end > before]
+        assert found.stopped == (may_stop and bool(places))
+        if found.stopped:
+            assert out == seen[: min(places)]
+            return
+        held = seen[len(out) :]
+        assert seen.startswith(out)
+        assert not held or any(stop.startswith(held) and stop != held for stop in stops)
+    assert out + matcher.flush() == seen
+
+
+def test_a_stop_string_that_half_a_character_completes_at_the_limit_is_a_stop(
+    llama: Engine, tokenizer: Any
+) -> None:
+    half = tokenizer.encode("中")[0]
+    asked: dict[str, Any] = {"logit_bias": {half: 1000.0}, "max_tokens": 1}
+    made = run(llama, encode(llama), stop=("\ufffd",), **asked)
+    assert (made.ids, made.text, made.finish_reason) == ([half], "", "stop")
+    held = run(llama, encode(llama), stop=("\ufffd",), min_tokens=1, **asked)
+    assert (held.ids, held.text, held.finish_reason) == ([half], "\ufffd", "length")
 
 
 def encode(engine: Engine) -> list[int]:

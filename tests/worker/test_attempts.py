@@ -24,6 +24,13 @@ from tiny_models import KINDS, build_tiny_model
 MODEL_INFO = pack_announcement(ModelInfo("tiny", 4096, 400, "f", 0.0))
 Start = Callable[..., StepWorker]
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "top_p": 0.95, "logprobs": 2}
+CONSTRAINED: dict[str, Any] = {
+    "temperature": 1.5,
+    "xtc_probability": 0.5,
+    "xtc_threshold": 0.02,
+    "min_tokens": 32,
+    "stop_token_ids": tuple(range(0, 400, 2)),
+}
 
 
 @pytest.fixture(scope="session")
@@ -66,7 +73,9 @@ def end_of(jobs: JobQueue, job: str) -> EndEvent:
     return last
 
 
-@pytest.mark.parametrize("options", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    "options", [{}, SAMPLED, CONSTRAINED], ids=["greedy", "sampled", "constrained"]
+)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tokens", [3, 29])
 def test_what_a_dead_worker_began_another_ends_bit_for_bit(

@@ -191,11 +191,15 @@ def finish_call(
     exactness: str = "exact",
     exactness_reason: str | None = None,
     tokens: int = 0,
+    stats: str = "",
 ) -> Call[Finished]:
-    """End the job, unless Redis has fewer than these `tokens`, which it acknowledged before."""
+    """End the job, unless Redis has fewer than these `tokens`, which it acknowledged before.
+
+    `stats` is what the attempt tells of itself, as JSON.
+    """
     end = (state, finish_reason or "", text, error)
     label = (exactness, exactness_reason or "")
-    return Call("finish", (*_fence(fence), durable, *end, *label, tokens), read_finished)
+    return Call("finish", (*_fence(fence), durable, *end, *label, tokens, stats), read_finished)
 
 
 def release_call(fence: Fence, reason: str, error: str = "", *, durable: int) -> Call[str]:

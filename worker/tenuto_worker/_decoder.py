@@ -15,7 +15,7 @@ from ._deaths import is_out_of_memory
 from ._logging import get_log
 from ._preparer import Plan, Road
 from ._publisher import Publisher
-from ._run import End, EndKind, Phase, Run, Runs, Stop, end_of
+from ._run import End, EndKind, Phase, Run, Runs, Stop, end_of, stats_json
 from ._settings import WorkerSettings
 from ._tallies import RowMeter, Tally
 
@@ -203,6 +203,7 @@ class DecodeThread:
 
     def _drop(self, row: _Row) -> None:
         """Forget a row that is closed, and with the last one the engine: it may be unloaded."""
+        row.run.stats = stats_json(row.sequence.stats)
         host = self.hosts[row.run.model]
         host.rows.remove(row)
         if not host.rows:

@@ -22,7 +22,7 @@ from tenuto_client import (
     unpack_entry,
     unpack_spec,
 )
-from tenuto_client._spec import least_tokens
+from tenuto_client._text_length import least_tokens
 
 from ._calls import Bound, bind_call
 from ._checkpoints import Checkpoints, engine_tokens
@@ -373,10 +373,13 @@ def options_of(spec: JobSpec, settings: WorkerSettings) -> GenerationOptions:
 
     return GenerationOptions(
         max_tokens=spec.max_tokens,
+        min_tokens=spec.min_tokens,
         temperature=spec.temperature,
         top_p=spec.top_p,
         top_k=spec.top_k,
         min_p=spec.min_p,
+        xtc_probability=spec.xtc_probability,
+        xtc_threshold=spec.xtc_threshold,
         seed=spec.seed,
         stop=spec.stop,
         stop_token_ids=spec.stop_token_ids,

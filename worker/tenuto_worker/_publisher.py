@@ -149,6 +149,7 @@ class Publisher:
             exactness=run.exactness,
             exactness_reason=run.exactness_reason,
             tokens=run.sent,
+            stats=run.stats,
         )
         return _Item(run, call, self._take_finished)
 

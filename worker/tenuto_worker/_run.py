@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from ._logging import Log, get_log
 from ._spans import begin_span, trace_id
 
 if TYPE_CHECKING:
-    from tenuto_engine import CheckpointStore
+    from tenuto_engine import CheckpointStore, GenerationStats
 
 
 class Phase(StrEnum):
@@ -123,6 +124,20 @@ def end_words(run: Run, state: str) -> dict[str, object]:
     }
 
 
+def stats_json(stats: GenerationStats) -> str:
+    """What an attempt tells of itself with the job's end; the names are those of `JobStats`."""
+    return json.dumps(
+        {
+            "cached_tokens": stats.cached_tokens,
+            "prefill_tokens": stats.prefilled_tokens,
+            "prefill_seconds": round(stats.prefill_seconds, 6),
+            "decode_tokens": stats.decoded_tokens,
+            "decode_seconds": round(stats.decode_seconds, 6),
+            "peak_memory": stats.peak_memory,
+        }
+    )
+
+
 class Run:
     """One attempt of one job on this worker.
 
@@ -150,6 +165,8 @@ class Run:
         label_sent: the label that Redis knows.
         end: set once, when the row is closed.
         end_tried: it was sent, but no answer came.
+        stats: what the engine says of it, as JSON; "" where it never had a row. Set when that is
+            closed.
         exactness, exactness_reason: the label that the end will carry.
     """
 
@@ -177,6 +194,7 @@ class Run:
         self.checkpoint_error = ""
         self.end: End | None = None
         self.end_tried = False
+        self.stats = ""
         self.exactness = claim.exactness
         self.exactness_reason = claim.exactness_reason
         self.bound: Bound | None = None

@@ -37,10 +37,13 @@ than a job may ask for, 3 server not reachable
 # Options that go to the client's submit as they are: name, type, metavar, help.
 _PLAIN: Final[tuple[tuple[str, type, str, str], ...]] = (
     ("max_tokens", int, "N", "tokens at most (512)"),
+    ("min_tokens", int, "N", "do not end by itself before so many tokens (0)"),
     ("temperature", float, "T", "0 is greedy (0)"),
     ("top_p", float, "P", "keep the likeliest tokens that hold this probability (1: off)"),
     ("top_k", int, "K", "keep this many likeliest tokens (0: off)"),
     ("min_p", float, "P", "keep tokens this likely, relative to the likeliest (0: off)"),
+    ("xtc_probability", float, "P", "how often top choices are excluded (0: off)"),
+    ("xtc_threshold", float, "P", "above this probability a token is a top choice (0.1)"),
     ("seed", int, "S", "makes sampling repeatable (drawn, and kept with the job)"),
     ("logprobs", int, "K", "report the K likeliest tokens with each, at most 20 (0)"),
     ("repetition_penalty", float, "X", "divides the logits of recent tokens (1: off)"),

@@ -209,6 +209,15 @@ local function too_late(id)
   end
 end
 
+-- What the attempt that ended a job told of itself, with what all of them came to; nil where none told.
+local function stats_of(id)
+  local told, attempts, ran = read(id, 'stats', 'attempts', 'ran')
+  local is_json, stats = pcall(cjson.decode, told or '')
+  if not is_json or type(stats) ~= 'table' then return nil end
+  stats.attempts, stats.seconds = number(attempts) or 0, number(ran) or 0
+  return stats
+end
+
 -- Any state -> completed | failed | cancelled. `text` is what a completed generation still held back.
 local function finish(id, state, finish_reason, text, error_text)
   local job = key_job(id)
@@ -231,6 +240,8 @@ local function finish(id, state, finish_reason, text, error_text)
   if finish_reason ~= '' then event.finish_reason = finish_reason end
   if error_text ~= '' then event.error = error_text end
   if why then event.exactness_reason = why end
+  local stats = stats_of(id)
+  if stats then event.stats, event.usage.cached_tokens = stats, stats.cached_tokens end
   emit(id, event)
   local written, told = unpack(redis.call('HMGET', job, 'written', 'told'))
   hold(id, body_bytes(id) + tonumber(written or 0) + tonumber(told or 0) + #text + #error_text)
@@ -253,7 +264,7 @@ local function requeue(id, reason)
   local epoch = redis.call('HINCRBY', job, 'epoch', 1)
   redis.call('HSET', job, 'state', 'queued', 'queued_at', stamp())
   redis.call('HDEL', job, 'nonce', 'phase', 'phase_done', 'phase_total', 'checkpoint_error', 'yield_at',
-    'apart_at')
+    'apart_at', 'stats')
   redis.call('DEL', key_lease(id))
   redis.call('ZREM', key_running(), id)
   emit(id, { type = 'state', state = 'queued', epoch = epoch, reason = reason })
