@@ -9,6 +9,7 @@ from typing import Any
 from tenuto_engine._caches import CacheState, check_supported, rebuild
 from tenuto_engine._decode import take_published
 from tenuto_engine._errors import InvalidOption, PromptTooLong, ResumeMismatch
+from tenuto_engine._grammars import Grammars
 from tenuto_engine._logits import LogitsProcessors
 from tenuto_engine._model import LoadedModel
 from tenuto_engine._options import GenerationOptions
@@ -19,7 +20,13 @@ from tenuto_engine._sequence import Drawn, Sequence
 from tenuto_engine._slots import Pending, Row
 
 
-def admit(loaded: LoadedModel, ids: Ids[int], options: GenerationOptions, chunk: int) -> Row:
+def admit(
+    loaded: LoadedModel,
+    ids: Ids[int],
+    options: GenerationOptions,
+    chunk: int,
+    grammars: Grammars,
+) -> Row:
     """Check everything and build the row; nothing is computed but the caches' arrays.
 
     Raises:
@@ -32,8 +39,9 @@ def admit(loaded: LoadedModel, ids: Ids[int], options: GenerationOptions, chunk:
     caches, position = _caches(loaded, options)
     _check_cover(position, len(tokens), options, chunk)
     ends = frozenset() if options.ignore_eos else loaded.eos_token_ids
+    grammar = None if options.grammar is None else grammars.compile(options.grammar).begin()
     sequence = Sequence(
-        prompt, _without_cache(options), ends | set(options.stop_token_ids), loaded.decode
+        prompt, _without_cache(options), ends | set(options.stop_token_ids), loaded.decode, grammar
     )
     sequence.stats.cached_tokens = min(position, len(prompt))
     sequence.prefill_done = min(position, len(prompt))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.sample_utils import make_logits_processors
+from numpy.typing import NDArray
 
 from tenuto_engine._options import GenerationOptions
 
@@ -62,6 +65,11 @@ def _reach(options: GenerationOptions) -> int:
     return max((size for size, on in sizes if on), default=0)
 
 
+def only_allowed(logits: mx.array, allowed: NDArray[np.bool_]) -> mx.array:
+    """`[1, V]` logits, those of tokens that are not `allowed` (bool `[V]`) being -inf."""
+    return mx.where(mx.array(allowed), logits, mx.array(-math.inf, logits.dtype))
+
+
 def log_softmax(logits: mx.array) -> mx.array:
     """Logprobs `[1, V]` in the logits' own dtype, with mlx-lm's arithmetic."""
     return logits - mx.logsumexp(logits, keepdims=True)
@@ -85,9 +93,13 @@ def likeliest(logprobs: mx.array, count: int) -> Likeliest | None:
 
 
 def in_order(found: Likeliest | None) -> tuple[tuple[int, float], ...]:
-    """Read the likeliest tokens, likeliest first; among equals the lower id first."""
+    """Read the likeliest tokens, likeliest first; among equals the lower id first.
+
+    Impossible ones are left out: where a grammar allows fewer, there are fewer.
+    """
     if found is None:
         return ()
     ids = cast(list[int], found.ids.tolist())
     logprobs = cast(list[float], found.logprobs.tolist())
-    return tuple(sorted(zip(ids, logprobs, strict=True), key=lambda pair: (-pair[1], pair[0])))
+    possible = [pair for pair in zip(ids, logprobs, strict=True) if pair[1] != -math.inf]
+    return tuple(sorted(possible, key=lambda pair: (-pair[1], pair[0])))

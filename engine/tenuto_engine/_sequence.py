@@ -11,12 +11,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tenuto_engine._errors import ResumeMismatch
 from tenuto_engine._options import GenerationOptions
 from tenuto_engine._text import TextStream
 from tenuto_engine._token import Token
+
+if TYPE_CHECKING:
+    from tenuto_engine._grammar import GrammarState
 
 FinishReason = Literal["stop", "length"]
 
@@ -105,6 +108,7 @@ class Sequence:
     Attributes:
         prompt: ids of the original prompt.
         options: what was asked for.
+        grammar: where it stands in the grammar that it has to match, if any.
         seed: what its draws derive from; drawn here if the options gave none.
         state: where it stands.
         tokens: the tokens whose text is settled, handed out or not.
@@ -121,6 +125,7 @@ class Sequence:
     options: GenerationOptions
     end_tokens: frozenset[int]
     decode: Callable[[list[int]], str]
+    grammar: GrammarState | None = None
     state: SequenceState = SequenceState.WAITING
     tokens: list[Token] = field(default_factory=list)
     emitted: int = 0
@@ -219,8 +224,14 @@ class Sequence:
             if stopped:
                 self._finish("stop", flush=False)
             elif index == self.options.max_tokens:
-                self._finish("length", flush=True)
+                self._finish(self._reason_at_limit(drawn.token), flush=True)
         return Token(drawn.token, index, text, drawn.logprob, drawn.top_logprobs)
+
+    def _reason_at_limit(self, last: int) -> FinishReason:
+        """A grammar that ends with the last token was not cut short."""
+        if self.grammar is not None and self.grammar.is_whole_with(self.tokens, last):
+            return "stop"
+        return "length"
 
     def _finish(self, reason: FinishReason, *, flush: bool) -> None:
         self.finish_reason = self.stats.finish_reason = reason
