@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping
 from types import TracebackType
@@ -59,7 +60,11 @@ class BaseClient:
             IdempotencyConflict: the key was used with another body. Nothing was written.
             ServerUnavailable: no server answers, or it did not confirm what was asked for.
         """
-        request = make_request(model, prompt, options)
+        if options.get("grammar") is None:
+            request = make_request(model, prompt, options)
+        else:
+            # A large one takes seconds to check.
+            request = await asyncio.to_thread(make_request, model, prompt, options)
         return self.job(await self._backend.submit(request))
 
     def job(self, job_id: str) -> Job:

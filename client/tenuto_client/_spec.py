@@ -22,6 +22,7 @@ import msgpack
 
 from . import _checks as check
 from ._errors import InvalidRequest, ProtocolError
+from ._grammar import check_grammar, is_packed_grammar, pack_grammar, unpack_grammar
 from ._trace import check_traceparent, current_traceparent
 from .keys import DEFAULT_TENANT, MODEL_NAME, MODEL_NAME_HINT
 
@@ -34,7 +35,6 @@ FOREVER: Final = "forever"
 _MAX_SECONDS: Final = 100 * 365 * DAY_S
 _ROLES: Final = ("system", "user", "assistant", "tool")
 _NOT_COUNTED: Final = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\U00040000-\U0010ffff]+")
-_TENANT: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class Message(TypedDict):
@@ -70,6 +70,7 @@ class SubmitOptions(TypedDict, total=False):
     presence_context_size: int
     frequency_penalty: float
     frequency_context_size: int
+    grammar: Mapping[str, Any] | None
     priority: int
     deadline: float | timedelta | None
     queue_ttl: float | timedelta | None
@@ -107,6 +108,9 @@ class JobSpec:
         frequency_penalty: the same, for each time it was seen.
         repetition_context_size: how many last tokens, prompt included, count as lately;
             likewise `presence_context_size` and `frequency_context_size`.
+        grammar: what the text must match: a dict with one of `json_schema` (a JSON object, or True
+            for any JSON), `regex` and `lark` (strings), up to 256 KiB. The model can end only where
+            it is complete. llguidance checks it at submit (`tenuto-client[grammar]`).
         priority: -100 to 100; higher goes first.
         deadline: Unix seconds after which the job fails, unlike the two that follow. A timedelta
             counts from now, as does the command's `--deadline`.
@@ -155,6 +159,7 @@ class JobSpec:
     queue_ttl: float | None = None
     max_runtime: float | None = None
     traceparent: str | None = None
+    grammar: Mapping[str, Any] | None = None
 
     @property
     def least_prompt_tokens(self) -> int:
@@ -199,6 +204,8 @@ def make_request(model: object, prompt: object, options: Mapping[str, Any]) -> R
     spec = JobSpec(_model(model), _prompt(prompt), **values)
     if spec.raw and not isinstance(spec.prompt, str) and not spec.has_token_ids:
         raise InvalidRequest("raw", "needs a text prompt; chat messages need the chat template")
+    if spec.grammar and spec.ignore_eos:
+        raise InvalidRequest("ignore_eos", "cannot be with a grammar, which the model has to end")
     spec = replace(spec, traceparent=spec.traceparent or current_traceparent())
     body = replace(spec, idempotency_key=None, deadline=None)
     digest = hashlib.sha256(pack_spec(body))
@@ -213,6 +220,8 @@ def pack_spec(spec: JobSpec) -> bytes:
         value = getattr(spec, each.name)
         if each.name == "logit_bias":
             value = sorted(value.items())
+        elif each.name == "grammar":
+            value = value and pack_grammar(value)
         elif each.name == "metadata":
             value = check.metadata("metadata", value)
         # A retry comes from another span, and is the same request all the same.
@@ -255,6 +264,7 @@ def unpack_spec(packed: bytes) -> JobSpec:
             raise ProtocolError(f"{name}: the job's spec has a {what} there that is not {kind}")
     try:
         body["logit_bias"] = dict(body.get("logit_bias", ()))
+        body["grammar"] = unpack_grammar(body["grammar"]) if "grammar" in body else None
         body["metadata"] = json.loads(body.get("metadata", "{}"))
         return JobSpec(**body)
     except (TypeError, ValueError, RecursionError):
@@ -310,6 +320,7 @@ _KINDS: Final[dict[str, _Kind]] = {
     "traceparent": _TEXT,
     "stop": ("a list of texts", _are(_is_text)),
     "stop_token_ids": ("a list of token ids", _are(check.is_integer)),
+    "grammar": ("a grammar", is_packed_grammar),
     "logit_bias": ("a list of pairs of numbers", _are(_is_bias)),
     "retention": ("seconds", lambda value: value == FOREVER or _is_number(value)),
     "prompt": ("text, messages or token ids", _is_prompt),
@@ -338,12 +349,13 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "presence_context_size": lambda name, value: check.integer(name, value, 1, _TWO_MILLION),
     "frequency_penalty": lambda name, value: check.number(name, value, -100, 100),
     "frequency_context_size": lambda name, value: check.integer(name, value, 1, _TWO_MILLION),
+    "grammar": check_grammar,
     "priority": lambda name, value: check.integer(name, value, -100, 100),
     "deadline": lambda name, value: _deadline(name, value),
     "queue_ttl": lambda name, value: _duration(name, value),
     "max_runtime": lambda name, value: _duration(name, value),
     "traceparent": check_traceparent,
-    "tenant": lambda name, value: _tenant(name, value),
+    "tenant": check.tenant,
     "idempotency_key": lambda name, value: check.text(name, value, 255),
     "metadata": lambda name, value: json.loads(check.metadata(name, value)),
     "retention": lambda name, value: _retention(name, value),
@@ -355,6 +367,8 @@ _OTHER_NAMES: Final = {
     "max_length": "max_tokens",
     "n_predict": "max_tokens",
     "stop_sequences": "stop",
+    "json_schema": "grammar",
+    "response_format": "grammar",
     "timeout": "deadline",
     "ttl": "retention",
     "user": "tenant",
@@ -471,14 +485,6 @@ def _deadline(name: str, value: object) -> float:
 def _duration(name: str, value: object) -> float:
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
     return check.above_zero(name, seconds, _MAX_SECONDS, "leave it out for no limit")
-
-
-def _tenant(name: str, value: object) -> str:
-    if not isinstance(value, str) or not _TENANT.fullmatch(value):
-        raise InvalidRequest(
-            name, f"{value!r} is not a tenant's name", hint="1 to 64 letters, digits, _ and -"
-        )
-    return value
 
 
 def _retention(name: str, value: object) -> float | Literal["forever"]:

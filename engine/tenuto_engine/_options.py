@@ -192,7 +192,7 @@ def _check_grammar(options: GenerationOptions) -> None:
     if grammar is None:
         return
     if options.ignore_eos:
-        raise InvalidOption("ignore_eos", "cannot be with a grammar, which ends by the end token")
+        raise InvalidOption("ignore_eos", "cannot be with a grammar, which the model has to end")
     if isinstance(grammar, Mapping):
         object.__setattr__(options, "grammar", checked_grammar(grammar))
         return

@@ -151,6 +151,19 @@ def test_a_mask_changes_no_bit_of_what_it_allows(dtype: mx.Dtype) -> None:
     assert (values[~allowed] == -math.inf).all()
 
 
+def test_logits_beyond_the_tokenizers_are_masked_and_fewer_will_do(llama: Engine) -> None:
+    compiled = llama.compile_grammar({"regex": "[a-z]"})
+    wide = compiled.begin().allowed((), 0, llama.vocab_size + 50)
+    assert wide.shape == (llama.vocab_size + 50,)
+    assert wide.sum() == 26
+    assert not wide[llama.vocab_size :].any()
+    narrow = compiled.begin().allowed((), 0, 70)
+    assert (narrow == wide[:70]).all()
+    assert narrow.any()
+    with pytest.raises(GenerationFailed, match="no token of the model"):
+        compiled.begin().allowed((), 0, 10)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @styles
 def test_no_token_is_drawn_or_named_that_the_grammar_does_not_allow(
