@@ -1,6 +1,7 @@
 """Submit, stream, cancel and resume long LLM generations that survive everything."""
 
 from ._announce import ModelInfo, WorkerInfo, pack_announcement, unpack_model, unpack_worker
+from ._asked import Message, Prompt, SubmitOptions
 from ._backend import Event
 from ._client import Client
 from ._config import Settings
@@ -37,7 +38,7 @@ from ._records import (
 )
 from ._scripts import source as script_source
 from ._scripts import ticket_payload
-from ._spec import JobSpec, Message, Prompt, SubmitOptions, pack_spec, unpack_spec
+from ._spec import JobSpec, pack_spec, unpack_spec
 from ._sync import SyncClient, SyncJob
 from ._wire import pack_tokens, unpack_entry, unpack_tokens
 from .keys import Keys

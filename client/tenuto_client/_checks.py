@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final
@@ -11,6 +12,7 @@ from ._errors import InvalidRequest
 
 MAX_METADATA_BYTES: Final = 16 * 1024
 MAX_TOKEN_ID: Final = 2**31 - 1
+_TENANT: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 def is_integer(value: object) -> bool:
@@ -21,19 +23,19 @@ def is_integer(value: object) -> bool:
 def integer(field: str, value: object, low: int, high: int) -> int:
     """A whole number within bounds."""
     if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidRequest(field, f"must be a whole number, is {_show(value)}")
+        raise InvalidRequest(field, f"must be a whole number, is {show(value)}")
     if not low <= value <= high:
-        raise InvalidRequest(field, f"must be {low} to {high}, is {_show(value)}")
+        raise InvalidRequest(field, f"must be {low} to {high}, is {show(value)}")
     return value
 
 
 def number(field: str, value: object, low: float, high: float) -> float:
     """A finite number within bounds."""
     if not isinstance(value, int | float) or isinstance(value, bool):
-        raise InvalidRequest(field, f"must be a number, is {_show(value)}")
+        raise InvalidRequest(field, f"must be a number, is {show(value)}")
     # Compared before it is converted: an int may be too large for a float. NaN fails it too.
     if not low <= value <= high:
-        raise InvalidRequest(field, f"must be {low:g} to {high:g}, is {_show(value)}")
+        raise InvalidRequest(field, f"must be {low:g} to {high:g}, is {show(value)}")
     return float(value)
 
 
@@ -48,14 +50,14 @@ def above_zero(field: str, value: object, high: float, hint: str) -> float:
 def flag(field: str, value: object) -> bool:
     """True or False."""
     if not isinstance(value, bool):
-        raise InvalidRequest(field, f"must be True or False, is {_show(value)}")
+        raise InvalidRequest(field, f"must be True or False, is {show(value)}")
     return value
 
 
 def text(field: str, value: object, longest: int) -> str:
     """A non-empty string that UTF-8 can carry."""
     if not isinstance(value, str):
-        raise InvalidRequest(field, f"must be a string, is {_show(value)}")
+        raise InvalidRequest(field, f"must be a string, is {show(value)}")
     if not value:
         raise InvalidRequest(field, "is empty")
     if len(value) > longest:
@@ -77,14 +79,23 @@ def encodable(field: str, value: str) -> int:
 def choice(field: str, value: object, allowed: Sequence[str]) -> str:
     """One of a few words."""
     if not isinstance(value, str) or value not in allowed:
-        raise InvalidRequest(field, f"must be one of {', '.join(allowed)}, is {_show(value)}")
+        raise InvalidRequest(field, f"must be one of {', '.join(allowed)}, is {show(value)}")
+    return value
+
+
+def tenant(field: str, value: object) -> str:
+    """The name of a tenant."""
+    if not isinstance(value, str) or not _TENANT.fullmatch(value):
+        raise InvalidRequest(
+            field, f"{value!r} is not a tenant's name", hint="1 to 64 letters, digits, _ and -"
+        )
     return value
 
 
 def items(field: str, value: object, most: int) -> list[Any]:
     """The items of a list or another sequence that is not text."""
     if not isinstance(value, Sequence) or isinstance(value, str | bytes | bytearray | memoryview):
-        raise InvalidRequest(field, f"must be a list, is {_show(value)}")
+        raise InvalidRequest(field, f"must be a list, is {show(value)}")
     if len(value) > most:
         raise InvalidRequest(field, f"has {len(value)} entries, at most {most} are allowed")
     return list(value)
@@ -95,14 +106,14 @@ def token_ids(field: str, value: Sequence[object]) -> tuple[int, ...]:
     for place, token in enumerate(value):
         # Written out, not by `integer`, because a prompt may have a million.
         if type(token) is not int or not 0 <= token <= MAX_TOKEN_ID:
-            raise InvalidRequest(f"{field}[{place}]", f"{_show(token)} is not a token id")
+            raise InvalidRequest(f"{field}[{place}]", f"{show(token)} is not a token id")
     return tuple(token for token in value if isinstance(token, int))
 
 
 def logit_bias(field: str, value: object, most: int) -> dict[int, float]:
     """A map of token ids to what is added to their logits. Ids may be digits, as in JSON."""
     if not isinstance(value, Mapping):
-        raise InvalidRequest(field, f"must map token ids to numbers, is {_show(value)}")
+        raise InvalidRequest(field, f"must map token ids to numbers, is {show(value)}")
     if len(value) > most:
         raise InvalidRequest(field, f"has {len(value)} entries, at most {most} are allowed")
     checked = {}
@@ -116,7 +127,7 @@ def logit_bias(field: str, value: object, most: int) -> dict[int, float]:
 def metadata(field: str, value: object) -> str:
     """A JSON object, as JSON."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise InvalidRequest(field, f"must be a dict with strings as keys, is {_show(value)}")
+        raise InvalidRequest(field, f"must be a dict with strings as keys, is {show(value)}")
     try:
         packed = json.dumps(dict(value), allow_nan=False, sort_keys=True, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
@@ -137,7 +148,8 @@ def seconds(field: str, value: object, low: float, high: float) -> float:
     )
 
 
-def _show(value: object) -> str:
+def show(value: object) -> str:
+    """A value for a message, cut short."""
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
         return "a very large number"
     shown = repr(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping
 from types import TracebackType
@@ -9,6 +10,7 @@ from typing import Self, Unpack
 
 from . import _checks as check
 from ._announce import ModelInfo, WorkerInfo
+from ._asked import Prompt, SubmitOptions
 from ._backend import Backend, Page
 from ._config import Settings
 from ._errors import InvalidRequest
@@ -16,7 +18,7 @@ from ._job import Job
 from ._limits import check_names, check_values
 from ._records import JobRecord, JobState
 from ._redis import Connection
-from ._spec import Prompt, SubmitOptions, make_request
+from ._spec import make_request
 from ._store import JobStore
 from .keys import Keys
 
@@ -59,7 +61,11 @@ class BaseClient:
             IdempotencyConflict: the key was used with another body. Nothing was written.
             ServerUnavailable: no server answers, or it did not confirm what was asked for.
         """
-        request = make_request(model, prompt, options)
+        if options.get("grammar") is None:
+            request = make_request(model, prompt, options)
+        else:
+            # A large one takes seconds to check.
+            request = await asyncio.to_thread(make_request, model, prompt, options)
         return self.job(await self._backend.submit(request))
 
     def job(self, job_id: str) -> Job:

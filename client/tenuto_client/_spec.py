@@ -16,12 +16,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
-from typing import Any, Final, Literal, TypedDict
+from typing import Any, Final, Literal
 
 import msgpack
 
 from . import _checks as check
+from ._asked import Message
 from ._errors import InvalidRequest, ProtocolError
+from ._grammar import check_alone, check_grammar, is_packed_grammar, pack_grammar, unpack_grammar
 from ._trace import check_traceparent, current_traceparent
 from .keys import DEFAULT_TENANT, MODEL_NAME, MODEL_NAME_HINT
 
@@ -34,54 +36,6 @@ FOREVER: Final = "forever"
 _MAX_SECONDS: Final = 100 * 365 * DAY_S
 _ROLES: Final = ("system", "user", "assistant", "tool")
 _TENANT: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
-
-
-class Message(TypedDict):
-    """One message of a chat: `role` is system, user, assistant or tool."""
-
-    role: str
-    content: str
-
-
-Prompt = str | Sequence[Message] | Sequence[Mapping[str, str]] | Sequence[int]
-"""Text, chat messages, or token ids."""
-
-
-class SubmitOptions(TypedDict, total=False):
-    """What `submit` takes besides model and prompt; everything has a default (see `JobSpec`)."""
-
-    raw: bool
-    max_tokens: int
-    min_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    xtc_probability: float
-    xtc_threshold: float
-    seed: int | None
-    stop: str | Sequence[str]
-    stop_token_ids: Sequence[int]
-    ignore_eos: bool
-    logprobs: int
-    top_logprobs: int
-    logit_bias: Mapping[int, float]
-    repetition_penalty: float
-    repetition_context_size: int
-    presence_penalty: float
-    presence_context_size: int
-    frequency_penalty: float
-    frequency_context_size: int
-    priority: int
-    deadline: float | timedelta | None
-    queue_ttl: float | timedelta | None
-    max_runtime: float | timedelta | None
-    traceparent: str | None
-    tenant: str
-    idempotency_key: str | None
-    metadata: Mapping[str, Any]
-    retention: float | timedelta | Literal["forever"]
-    recovery: Literal["exact", "fast"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +67,9 @@ class JobSpec:
         frequency_penalty: the same, for each time it was seen.
         repetition_context_size: how many last tokens, prompt included, count as lately;
             likewise `presence_context_size` and `frequency_context_size`.
+        grammar: what the text must match: a dict with one of `json_schema` (a JSON object, or True
+            for any JSON), `regex` and `lark` (strings), up to 256 KiB. The model can end only where
+            it is complete. llguidance checks it at submit (`tenuto-client[grammar]`).
         priority: -100 to 100; higher goes first.
         deadline: Unix seconds after which the job fails, unlike the two that follow. A timedelta
             counts from now, as does the command's `--deadline`.
@@ -164,6 +121,7 @@ class JobSpec:
     min_tokens: int = 0
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
+    grammar: Mapping[str, Any] | None = None
 
     @property
     def least_prompt_tokens(self) -> int:
@@ -203,6 +161,8 @@ def make_request(model: object, prompt: object, options: Mapping[str, Any]) -> R
     if spec.min_tokens > spec.max_tokens:
         says = f"is {spec.min_tokens}, max_tokens is {spec.max_tokens}"
         raise InvalidRequest("min_tokens", says)
+    if spec.grammar:
+        check_alone(ignore_eos=spec.ignore_eos, min_tokens=spec.min_tokens)
     spec = replace(spec, traceparent=spec.traceparent or current_traceparent())
     body = replace(spec, idempotency_key=None, deadline=None)
     digest = hashlib.sha256(pack_spec(body))
@@ -217,6 +177,8 @@ def pack_spec(spec: JobSpec) -> bytes:
         value = getattr(spec, each.name)
         if each.name == "logit_bias":
             value = sorted(value.items())
+        elif each.name == "grammar":
+            value = value and pack_grammar(value)
         elif each.name == "metadata":
             value = check.metadata("metadata", value)
         is_packed = each.name not in _UNLESS_DEFAULT or value != each.default
@@ -260,6 +222,7 @@ def unpack_spec(packed: bytes) -> JobSpec:
             raise ProtocolError(f"{name}: the job's spec has a {what} there that is not {kind}")
     try:
         body["logit_bias"] = dict(body.get("logit_bias", ()))
+        body["grammar"] = unpack_grammar(body["grammar"]) if "grammar" in body else None
         body["metadata"] = json.loads(body.get("metadata", "{}"))
         return JobSpec(**body)
     except (TypeError, ValueError, RecursionError):
@@ -316,6 +279,7 @@ _KINDS: Final[dict[str, _Kind]] = {
     "traceparent": _TEXT,
     "stop": ("a list of texts", _are(_is_text)),
     "stop_token_ids": ("a list of token ids", _are(check.is_integer)),
+    "grammar": ("a grammar", is_packed_grammar),
     "logit_bias": ("a list of pairs of numbers", _are(_is_bias)),
     "retention": ("seconds", lambda value: value == FOREVER or _is_number(value)),
     "prompt": ("text, messages or token ids", _is_prompt),
@@ -349,12 +313,13 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "presence_context_size": lambda name, value: check.integer(name, value, 1, _TWO_MILLION),
     "frequency_penalty": lambda name, value: check.number(name, value, -100, 100),
     "frequency_context_size": lambda name, value: check.integer(name, value, 1, _TWO_MILLION),
+    "grammar": check_grammar,
     "priority": lambda name, value: check.integer(name, value, -100, 100),
     "deadline": lambda name, value: _deadline(name, value),
     "queue_ttl": lambda name, value: _duration(name, value),
     "max_runtime": lambda name, value: _duration(name, value),
     "traceparent": check_traceparent,
-    "tenant": lambda name, value: _tenant(name, value),
+    "tenant": check.tenant,
     "idempotency_key": lambda name, value: check.text(name, value, 255),
     "metadata": lambda name, value: json.loads(check.metadata(name, value)),
     "retention": lambda name, value: _retention(name, value),
@@ -366,6 +331,8 @@ _OTHER_NAMES: Final = {
     "max_length": "max_tokens",
     "n_predict": "max_tokens",
     "stop_sequences": "stop",
+    "json_schema": "grammar",
+    "response_format": "grammar",
     "timeout": "deadline",
     "ttl": "retention",
     "user": "tenant",
@@ -482,14 +449,6 @@ def _deadline(name: str, value: object) -> float:
 def _duration(name: str, value: object) -> float:
     seconds = value.total_seconds() if isinstance(value, timedelta) else value
     return check.above_zero(name, seconds, _MAX_SECONDS, "leave it out for no limit")
-
-
-def _tenant(name: str, value: object) -> str:
-    if not isinstance(value, str) or not _TENANT.fullmatch(value):
-        raise InvalidRequest(
-            name, f"{value!r} is not a tenant's name", hint="1 to 64 letters, digits, _ and -"
-        )
-    return value
 
 
 def _retention(name: str, value: object) -> float | Literal["forever"]:

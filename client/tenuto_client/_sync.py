@@ -15,11 +15,11 @@ from types import TracebackType
 from typing import Any, Final, Generic, Self, TypeVar, Unpack
 
 from ._announce import ModelInfo, WorkerInfo
+from ._asked import Prompt, SubmitOptions
 from ._backend import Event
 from ._client import BaseClient, Client
 from ._job import Job
 from ._records import JobRecord, JobState, Result, Token
-from ._spec import Prompt, SubmitOptions
 
 _T = TypeVar("_T")
 _Records = list[JobRecord]

@@ -65,6 +65,7 @@ if TYPE_CHECKING:
     from tenuto_engine._facts import model_facts as model_facts
     from tenuto_engine._generation import Generation as Generation
     from tenuto_engine._geometry import Geometry as Geometry
+    from tenuto_engine._grammar import Grammar as Grammar
     from tenuto_engine._inventory import StoredAttempt as StoredAttempt
     from tenuto_engine._inventory import StoredCheckpoint as StoredCheckpoint
     from tenuto_engine._inventory import StoredEnd as StoredEnd
@@ -125,6 +126,7 @@ _HOMES = {
     "_facts": ["ModelFacts", "model_facts"],
     "_generation": ["Generation"],
     "_geometry": ["Geometry"],
+    "_grammar": ["Grammar"],
     "_inventory": [
         "StoredAttempt",
         "StoredCheckpoint",

@@ -9,6 +9,7 @@ from typing import Any
 from tenuto_engine._caches import CacheState, check_supported, rebuild
 from tenuto_engine._decode import take_published
 from tenuto_engine._errors import InvalidOption, PromptTooLong, ResumeMismatch
+from tenuto_engine._grammars import Grammars
 from tenuto_engine._kv_quantizer import check_quantized, is_quantized_at
 from tenuto_engine._kv_scheme import KVScheme
 from tenuto_engine._logits import LogitsProcessors
@@ -26,6 +27,7 @@ def admit(
     ids: Ids[int],
     options: GenerationOptions,
     chunk: int,
+    grammars: Grammars,
     scheme: KVScheme | None = None,
 ) -> Row:
     """Check everything and build the row; nothing is computed but the caches' arrays.
@@ -45,7 +47,8 @@ def admit(
     ends |= set(options.stop_token_ids)
     if options.min_tokens and ends.issuperset(range(loaded.vocab_size)):
         raise InvalidOption("min_tokens", "every token of the model is one that ends")
-    sequence = Sequence(prompt, _without_cache(options), ends, loaded.decode)
+    grammar = None if options.grammar is None else grammars.compile(options.grammar).begin()
+    sequence = Sequence(prompt, _without_cache(options), ends, loaded.decode, grammar)
     sequence.stats.cached_tokens = min(position, len(prompt))
     sequence.prefill_done = min(position, len(prompt))
     sequence.prefill_total = len(prompt) if options.resumes else len(tokens)

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
-from tenuto_engine._logits import likeliest, log_softmax
+from tenuto_engine._logits import likeliest, log_softmax, only_allowed
 from tenuto_engine._sequence import Drawn
-from tenuto_engine._slots import Pending, Row
+from tenuto_engine._slots import Pending, Row, async_eval
 
 Forward = Callable[..., mx.array]
 """A model: ``[1, L]`` tokens and ``cache=`` to logits ``[1, L, V]``."""
@@ -25,20 +25,37 @@ _CLEAR_EVERY = 256
 def draw(row: Row, logits: mx.array) -> Pending:
     """Sample the token after those in the cache from its logits ``[1, V]``."""
     index = row.generated + 1
-    logprobs = log_softmax(row.processors(logits, index))
+    logits = row.processors(logits, index)
+    sequence = row.sequence
+    if sequence.grammar is not None:
+        # The device works while the host looks for what may follow.
+        async_eval(logits)
+        width = logits.shape[-1]
+        allowed = sequence.grammar.allowed(sequence.tokens, row.generated, width)
+        logits = only_allowed(logits, allowed)
+    logprobs = log_softmax(logits)
     token = row.sampler(logprobs, index)
     chosen = mx.take_along_axis(logprobs, token[:, None], axis=-1)
-    return Pending(token, chosen, likeliest(logprobs, row.sequence.options.logprobs))
+    return Pending(token, chosen, likeliest(logprobs, sequence.options.logprobs))
 
 
 def advance(model: Forward, row: Row) -> None:
     """Dispatch the forward of the pending token; the one sampled after it is the new one."""
+    _sample(row, _forward(model, row))
+
+
+def _forward(model: Forward, row: Row) -> mx.array:
+    """The logits ``[1, V]`` after the pending token, whose KV is in the caches then."""
     assert row.pending is not None, "a row decodes only after its prompt"
     row.reserve(1)
     token = row.pending.token
     row.processors.see(token)
     logits = model(token[None], cache=row.caches)[:, -1, :]
     row.position += 1
+    return logits
+
+
+def _sample(row: Row, logits: mx.array) -> None:
     row.pending = draw(row, logits)
     row.pending.dispatch()
     if row.unquantized is not None:
@@ -57,15 +74,36 @@ def synchronous_step(model: Forward, row: Row) -> None:
 
 
 def pipelined_step(model: Forward, row: Row) -> None:
-    """Dispatch the forward of the unread pending token, then settle that token."""
+    """Dispatch the forward of the unread pending token, then settle that token.
+
+    With a grammar the one after it is drawn only then: what may follow it is found on the host,
+    while the device forwards it.
+    """
     if row.settled:
         advance(model, row)
+    if row.sequence.grammar is not None:
+        _settle_and_draw(model, row)
+        return
     current = row.pending
     assert current is not None
     if row.position < row.bound:
         advance(model, row)
     row.sequence.take(current.read())
     if row.sequence.finish_reason is None:
+        row.checkpoint_if_due()
+
+
+def _settle_and_draw(model: Forward, row: Row) -> None:
+    sequence, current = row.sequence, row.pending
+    assert current is not None
+    if row.position == row.bound:
+        sequence.take(current.read())
+        return
+    logits = _forward(model, row)
+    async_eval(logits)
+    sequence.take(current.read())
+    if sequence.finish_reason is None:
+        _sample(row, logits)
         row.checkpoint_if_due()
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ids
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -26,6 +27,8 @@ from tenuto_engine._errors import InvalidOption, UnsupportedScheme
 from tenuto_engine._fs import StrPath
 from tenuto_engine._generation import Generation
 from tenuto_engine._geometry import DECODE_WIDTH, Geometry, default_chunk, geometry_of
+from tenuto_engine._grammar import Grammar
+from tenuto_engine._grammars import Grammars
 from tenuto_engine._kv_scheme import KVScheme, check_width, scheme_of, text_of
 from tenuto_engine._live import LiveCheckpoint
 from tenuto_engine._longest import longest_token
@@ -68,6 +71,7 @@ class Engine:
         self._kv_scheme = kv_scheme
         self._row_cost = _cost(loaded, chunk_size, kv_scheme)
         self._hash_cache = hash_cache
+        self._grammars = Grammars(loaded)
         self._longest_token: int | None = None
         self._is_longest_known = False
 
@@ -214,6 +218,21 @@ class Engine:
             self._is_longest_known = True
         return self._longest_token
 
+    def compile_grammar(self, grammar: Mapping[str, Any] | Grammar) -> Grammar:
+        """A grammar compiled for this model, for ``GenerationOptions.grammar``.
+
+        `add` compiles too, but on the thread that steps the engine. This one may be called on any
+        thread. What was compiled lately is kept.
+
+        Args:
+            grammar: as ``GenerationOptions.grammar``; one compiled by another engine is
+                compiled again.
+
+        Raises:
+            InvalidOption: it is not valid, or the model cannot be used with one.
+        """
+        return self._grammars.compile(grammar)
+
     def add(self, prompt_tokens: Ids[int], options: GenerationOptions | None = None) -> Sequence:
         """Give a generation a slot. It runs with the next ``step``.
 
@@ -234,7 +253,9 @@ class Engine:
         options = options or GenerationOptions()
         if options.cache is None and options.prefix is None:
             options = replace(options, prefix=self.find_prefix(prompt_tokens, options))
-        row = admit(self._loaded, prompt_tokens, options, self._chunk, self._kv_scheme)
+        row = admit(
+            self._loaded, prompt_tokens, options, self._chunk, self._grammars, self._kv_scheme
+        )
         self._share_prefix(row, options)
         self._slots.seat(row)
         return row.sequence

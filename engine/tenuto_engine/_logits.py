@@ -7,7 +7,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, cast
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.sample_utils import make_logits_processors
+from numpy.typing import NDArray
 
 from tenuto_engine._options import GenerationOptions
 
@@ -92,6 +94,11 @@ def _reach(options: GenerationOptions) -> int:
         (options.frequency_context_size, options.frequency_penalty != 0),
     )
     return max((size for size, on in sizes if on), default=0)
+
+
+def only_allowed(logits: mx.array, allowed: NDArray[np.bool_]) -> mx.array:
+    """`[1, V]` logits, those of tokens that are not `allowed` (bool `[V]`) being -inf."""
+    return mx.where(mx.array(allowed), logits, mx.array(-math.inf, logits.dtype))
 
 
 def log_softmax(logits: mx.array) -> mx.array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,11 +15,13 @@ from tenuto_engine._token import Token
 
 if TYPE_CHECKING:
     from tenuto_engine._checkpoint import Origin
+    from tenuto_engine._grammar import Grammar
     from tenuto_engine._live import LiveCheckpoint
     from tenuto_engine._prefix import Prefix
 
 MAX_SEED: Final = 2**64 - 1
 MAX_TOP_LOGPROBS: Final = 20
+GRAMMAR_KINDS: Final = ("json_schema", "regex", "lark")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,10 @@ class GenerationOptions:
         repetition_penalty: divides the logit of a token seen lately; at least 0.01, 1 is off.
         presence_penalty, frequency_penalty: subtracted once, or per time seen; 0 is off.
         *_context_size: how many last tokens, prompt included, count as lately.
+        grammar: what the text must match: a mapping with one of ``json_schema`` (a JSON object or
+            a bool), ``regex`` and ``lark`` (strings), or what ``Engine.compile_grammar`` made of
+            one. The model's own end tokens are drawn only where it is complete, so that all of the
+            text matches it unless ``max_tokens`` or a stop comes first.
 
     Checkpoints:
         checkpoint_every_tokens, checkpoint_every_seconds: whichever comes first; None is off.
@@ -111,6 +118,7 @@ class GenerationOptions:
     presence_context_size: int = 20
     frequency_penalty: float = 0.0
     frequency_context_size: int = 20
+    grammar: Mapping[str, Any] | Grammar | None = None
     checkpoint_every_tokens: int | None = 256
     checkpoint_every_seconds: float | None = 2.0
     on_decode_checkpoint: Callable[[LiveCheckpoint], object] | None = None
@@ -133,6 +141,7 @@ class GenerationOptions:
         _check_sampling(self)
         _check_ends(self)
         _check_penalties(self)
+        _check_grammar(self)
         _check_checkpoints(self)
         _check_resume(self)
 
@@ -198,6 +207,51 @@ def _check_penalties(options: GenerationOptions) -> None:
     _number(options, "frequency_penalty", None, None)
     for name in ("repetition", "presence", "frequency"):
         _integer(options, f"{name}_context_size", 1, None)
+
+
+def _check_grammar(options: GenerationOptions) -> None:
+    grammar = options.grammar
+    if grammar is None:
+        return
+    if options.ignore_eos:
+        raise InvalidOption("ignore_eos", "cannot be with a grammar, which the model has to end")
+    if options.min_tokens:
+        raise InvalidOption("min_tokens", "cannot be with a grammar, which says where to end")
+    if isinstance(grammar, Mapping):
+        object.__setattr__(options, "grammar", checked_grammar(grammar))
+        return
+    from tenuto_engine._grammar import Grammar
+
+    # Callers without a type checker pass anything.
+    if not isinstance(grammar, Grammar):
+        raise InvalidOption("grammar", f"must be a mapping, is {described(grammar)}")
+
+
+def checked_grammar(grammar: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a grammar's source.
+
+    Raises:
+        InvalidOption: it has not exactly one kind, or a value that cannot be one.
+    """
+    if len(grammar) != 1 or not set(grammar) <= set(GRAMMAR_KINDS):
+        raise InvalidOption("grammar", f"must have exactly one of {', '.join(GRAMMAR_KINDS)}")
+    ((kind, value),) = grammar.items()
+    if kind == "json_schema":
+        return {kind: _copied_schema(value)}
+    try:
+        value.encode()
+    except (AttributeError, UnicodeEncodeError):
+        raise InvalidOption("grammar", f"{kind} is {described(value)}, not a text") from None
+    return {kind: value}
+
+
+def _copied_schema(value: object) -> object:
+    if not isinstance(value, Mapping | bool):
+        raise InvalidOption("grammar", f"json_schema is {described(value)}, not an object or bool")
+    try:
+        return json.loads(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError):
+        raise InvalidOption("grammar", "json_schema is not JSON") from None
 
 
 def _check_checkpoints(options: GenerationOptions) -> None:

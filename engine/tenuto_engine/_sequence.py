@@ -11,12 +11,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tenuto_engine._errors import ResumeMismatch
 from tenuto_engine._options import GenerationOptions
 from tenuto_engine._text import TextStream
 from tenuto_engine._token import Token
+
+if TYPE_CHECKING:
+    from tenuto_engine._grammar import GrammarState
 
 FinishReason = Literal["stop", "length"]
 
@@ -113,6 +116,7 @@ class Sequence:
     Attributes:
         prompt: ids of the original prompt.
         options: what was asked for.
+        grammar: where it stands in the grammar that it has to match, if any.
         seed: what its draws derive from; drawn here if the options gave none.
         state: where it stands.
         tokens: the tokens whose text is settled, handed out or not.
@@ -129,6 +133,7 @@ class Sequence:
     options: GenerationOptions
     end_tokens: frozenset[int]
     decode: Callable[[list[int]], str]
+    grammar: GrammarState | None = None
     state: SequenceState = SequenceState.WAITING
     tokens: list[Token] = field(default_factory=list)
     emitted: int = 0
@@ -233,8 +238,13 @@ class Sequence:
             elif index == self.options.max_tokens:
                 # What was half a character may complete a stop string, and that wins.
                 last = self._text.flush(may_stop=may_stop)
-                self._finish("stop" if last.stopped else "length", last.text)
+                is_whole = last.stopped or self._is_whole_with(drawn.token)
+                self._finish("stop" if is_whole else "length", last.text)
         return Token(drawn.token, index, text, drawn.logprob, drawn.top_logprobs)
+
+    def _is_whole_with(self, last: int) -> bool:
+        """Whether a grammar ends with the last token, so that nothing was cut short."""
+        return self.grammar is not None and self.grammar.is_whole_with(self.tokens, last)
 
     def _finish(self, reason: FinishReason, end_text: str = "") -> None:
         self.finish_reason = self.stats.finish_reason = reason

@@ -23,10 +23,9 @@ import pytest
 
 from raw_worker import RawWorker, poll, story
 from servers import RealServer
-from tenuto_client import Keys, unpack_spec
+from tenuto_client import Keys, SubmitOptions, unpack_spec
 from tenuto_client._command import main
 from tenuto_client._commands import submit
-from tenuto_client._spec import SubmitOptions
 
 RECORD_KEYS = [
     "id", "model", "state", "epoch", "prompt_tokens", "tokens", "created_at", "started_at",
@@ -791,6 +790,69 @@ def test_doctor_says_when_there_is_neither_a_url_nor_an_embedded_server(
     assert "pip install './client[server]'" in found["server"]["note"]
     submitted = tenuto("submit", "m", "hi", code=3)
     assert found["server"]["says"] in submitted.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "stdin", "grammar"),
+    [
+        (["--regex", "yes|no"], "", {"regex": "yes|no"}),
+        (["--json-schema", "FILE"], "", {"json_schema": {"type": "integer"}}),
+        (["--json-schema", "-"], '{"type": "null"}', {"json_schema": {"type": "null"}}),
+        (["--json-schema", ' {"type": "null"}'], "", {"json_schema": {"type": "null"}}),
+        (["--lark", "FILE"], "", {"lark": 'start: "a"'}),
+        (["--lark", "-"], 'start: "b"', {"lark": 'start: "b"'}),
+    ],
+    ids=lambda each: repr(each)[:30],
+)
+def test_a_grammar_comes_from_a_file_from_stdin_or_as_it_is(
+    flags: list[str],
+    stdin: str,
+    grammar: dict[str, Any],
+    tenuto: Tenuto,
+    raw: Any,
+    keys: Keys,
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("llguidance")
+    file = tmp_path / "grammar"
+    file.write_text('{"type": "integer"}' if "json_schema" in grammar else 'start: "a"')
+    flags = [str(file) if flag == "FILE" else flag for flag in flags]
+    job_id = tenuto("submit", "m", "hi", *flags, stdin=stdin).stdout.strip()
+    assert unpack_spec(raw.hget(keys.job(job_id), "spec")).grammar == grammar
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["hi", "--json-schema", "/nowhere/x.json"], "json-schema: /nowhere/x.json: No such file"),
+        (["hi", "--lark", "/"], "lark: /: Is a directory"),
+        (["hi", "--json-schema", "{"], "json-schema: is not JSON"),
+        (["hi", "--json-schema", "-"], "json-schema: is not JSON"),
+        (["-", "--lark", "-"], "lark: stdin is the prompt already"),
+        (["hi", "--lark", "x", "--regex", "y"], "--regex: not allowed with argument --lark"),
+    ],
+    ids=" ".join,
+)
+def test_a_grammar_that_cannot_be_read_is_named(
+    flags: list[str], says: str, tenuto: Tenuto
+) -> None:
+    assert says in tenuto("submit", "m", *flags, code=2).stderr
+
+
+def test_a_grammar_that_is_not_valid_is_refused_with_the_parsers_message(tenuto: Tenuto) -> None:
+    pytest.importorskip("llguidance")
+    said = tenuto("submit", "m", "hi", "--regex", "(", code=2).stderr
+    assert "grammar: regex: " in said
+    assert "unclosed group" in said
+
+
+def test_without_llguidance_the_command_says_what_to_install(
+    tenuto: Tenuto, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    said = tenuto("submit", "m", "hi", "--regex", "a", code=2).stderr
+    assert "grammar: cannot be checked here: llguidance is not installed" in said
+    assert "pip install 'tenuto-client[grammar]'" in said
 
 
 def _find_all_but(hidden: str, real: Any, name: str, package: str | None = None) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 _PAGE = 1000
 # About how many tokens are prefilled in the time of one that is decoded.
 _DECODE_COST = 16
+_MATCHER: Final = "llguidance_version"
 PREFILLED: Final = "recovery=fast: published tokens were prefilled"
 
 
@@ -192,11 +194,15 @@ class Preparer:
         engine = self._engine_of(run.model)
         published = self._read_stream(run)
         options = options_of(spec, self._settings)
+        if options.grammar is not None:
+            # Here, so that no row waits for it.
+            options = replace(options, grammar=engine.compile_grammar(options.grammar))
         self._check_text(run, spec, engine)
         prompt = prompt_ids(run, spec, engine)
         check_length(len(prompt), options.max_tokens, engine.context_length)
-        judge_geometry(run, engine.geometry)
-        self._bind(run, prompt, engine.geometry)
+        described = describe_geometry(engine.geometry, options)
+        judge_geometry(run, engine.geometry, described)
+        self._bind(run, prompt, engine.geometry, described)
         self._wait(run, lambda: self._limits.check(run, len(prompt), options.max_tokens))
         self._reserve(run, len(prompt), options.max_tokens)
         # Published tokens stand first in the run, so that all of it can be sent again.
@@ -332,10 +338,13 @@ class Preparer:
             # A packed entry may begin with what an earlier one had.
             tokens.extend(token for token in entry if token.index > len(tokens))
 
-    def _bind(self, run: Run, prompt: list[int], geometry: Geometry) -> None:
+    def _bind(
+        self, run: Run, prompt: list[int], geometry: Geometry, described: Mapping[str, Any]
+    ) -> None:
         packed: bytes = msgpack.packb(prompt)
-        described: bytes = msgpack.packb(geometry.to_dict())
-        bound = Bound(packed, len(prompt), geometry.fingerprint, described, self._reach)
+        bound = Bound(
+            packed, len(prompt), geometry.fingerprint, msgpack.packb(described), self._reach
+        )
         label = run.label
         answer = self._wait(
             run,
@@ -392,6 +401,7 @@ def options_of(spec: JobSpec, settings: WorkerSettings) -> GenerationOptions:
         presence_context_size=spec.presence_context_size,
         frequency_penalty=spec.frequency_penalty,
         frequency_context_size=spec.frequency_context_size,
+        grammar=spec.grammar,
         checkpoint_every_tokens=settings.checkpoint_every_tokens,
         checkpoint_every_seconds=settings.checkpoint_every_seconds,
     )
@@ -452,14 +462,31 @@ def check_length(prompt: int, max_tokens: int, context: int | None, at_least: st
         )
 
 
-def judge_geometry(run: Run, geometry: Geometry) -> None:
+def describe_geometry(geometry: Geometry, options: GenerationOptions) -> dict[str, Any]:
+    """The geometry that a run has here; with a grammar, what says which tokens may come is part
+    of it."""
+    matcher = {} if options.grammar is None else {_MATCHER: version("llguidance")}
+    return geometry.to_dict() | matcher
+
+
+def judge_geometry(run: Run, geometry: Geometry, described: Mapping[str, Any]) -> None:
     """Label the run `recomputed` if what it published came from another geometry."""
     claim = run.claim
-    if claim.fingerprint in (None, geometry.fingerprint) or claim.tokens == 0:
+    is_same = claim.fingerprint == geometry.fingerprint
+    if claim.fingerprint is None or claim.tokens == 0 or (is_same and _MATCHER not in described):
         return
     try:
-        other = type(geometry).from_dict(msgpack.unpackb(claim.geometry or b"\x80"))
+        stored = msgpack.unpackb(claim.geometry or b"\x80")
+        if is_same:
+            _judge_matcher(run, described[_MATCHER], stored.get(_MATCHER))
+            return
+        other = type(geometry).from_dict(stored)
     except (AttributeError, KeyError, TypeError, ValueError, msgpack.UnpackException):
         run.relabel("geometry changed: it was described by another version")
     else:
         run.relabel(f"geometry changed: {', '.join(geometry.differences(other))}")
+
+
+def _judge_matcher(run: Run, here: str, there: object) -> None:
+    if there not in (None, here):
+        run.relabel(f"geometry changed: {_MATCHER}: {here} here, {there} there")

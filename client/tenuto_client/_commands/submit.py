@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final
 
 from tenuto_client import _lines as lines
@@ -28,6 +29,8 @@ examples:
   tenuto submit smollm2 'Once upon' --raw --temperature 0.8 --seed 7
   tenuto submit smollm2 --max-tokens 9 -- '--help means'   a prompt that begins with a dash
   tenuto submit smollm2 --prompt-json '[{"role": "user", "content": "Hello!"}]'
+  tenuto submit smollm2 'Three colours?' --json-schema colours.json
+  tenuto submit smollm2 'Yes or no?' --regex 'yes|no'
   tenuto watch "$(tenuto submit smollm2 'Hello!')"
 
 exit codes: 0 accepted (with --watch: completed), 1 with --watch: failed or cancelled; also
@@ -70,6 +73,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--stop", action="append", metavar="STR", help="end at this text (may be repeated)"
     )
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's end")
+    _add_grammars(parser)
     parser.add_argument("--raw", action="store_true", help="no chat template around the prompt")
     parser.add_argument(
         "--deadline", type=float, metavar="S", help="fail when not done in so many seconds from now"
@@ -86,6 +90,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recovery", choices=("exact", "fast"), help="after a crash (exact)")
     parser.add_argument("--metadata", metavar="JSON", help="an object that comes back in records")
     parser.add_argument("--watch", action="store_true", help="print its text as it comes")
+
+
+def _add_grammars(parser: argparse.ArgumentParser) -> None:
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument(
+        "--json-schema",
+        metavar="FILE",
+        help="the text is JSON of the schema in FILE; - is stdin, and {...} the schema itself",
+    )
+    one.add_argument("--regex", metavar="RE", help="the text matches this regular expression")
+    one.add_argument(
+        "--lark", metavar="FILE", help="the text matches the Lark grammar in FILE; - is stdin"
+    )
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
@@ -131,6 +148,7 @@ def _options(args: argparse.Namespace) -> Any:
     options["stop"] = args.stop
     options["raw"] = args.raw or None
     options["ignore_eos"] = args.ignore_eos or None
+    options["grammar"] = _grammar(args)
     options["recovery"] = args.recovery
     options["queue_ttl"] = args.queue_ttl
     options["max_runtime"] = args.max_runtime
@@ -141,6 +159,28 @@ def _options(args: argparse.Namespace) -> Any:
     if args.metadata is not None:
         options["metadata"] = _json("metadata", args.metadata)
     return {name: value for name, value in options.items() if value is not None}
+
+
+def _grammar(args: argparse.Namespace) -> dict[str, Any] | None:
+    if args.json_schema is not None:
+        is_schema = args.json_schema.lstrip().startswith("{")
+        text = args.json_schema if is_schema else _file("json-schema", args.json_schema, args)
+        return {"json_schema": _json("json-schema", text)}
+    if args.lark is not None:
+        return {"lark": _file("lark", args.lark, args)}
+    return None if args.regex is None else {"regex": args.regex}
+
+
+def _file(name: str, path: str, args: argparse.Namespace) -> str:
+    if path == "-" and args.prompt == "-":
+        raise InvalidRequest(name, "stdin is the prompt already")
+    try:
+        read = sys.stdin.buffer.read() if path == "-" else Path(path).expanduser().read_bytes()
+        return read.decode()
+    except OSError as error:
+        raise InvalidRequest(name, f"{path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(name, f"{path} is not UTF-8: {error.reason}") from None
 
 
 def _after(seconds: float) -> timedelta:

@@ -1,0 +1,133 @@
+"""``Grammar``: a compiled constraint on the text of a generation, and ``GrammarState``, where one
+generation stands in it. No MLX in here.
+
+llguidance does the matching. A state is a function of the grammar and the tokens matched, so a
+resume rebuilds it by matching the generated tokens again, about 2 us each.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from collections.abc import Sequence as Ids
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tenuto_engine._errors import GenerationFailed, InvalidOption, ResumeMismatch
+from tenuto_engine._token import Token
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+_LONGEST_REASON: Final = 400
+_LIMITS: Final = ("ParserTooComplex", "LexerTooComplex")
+_LONG_QUOTE: Final = re.compile(r'"[^"]{12,}"')
+
+
+class Grammar:
+    """What the text of a generation must match, compiled for one tokenizer.
+
+    Made by ``Engine.compile_grammar``. It never changes, and any thread may use it.
+
+    Attributes:
+        source: what it was compiled from, one of ``json_schema``, ``regex`` and ``lark``.
+        vocabulary: the tokenizer that it was compiled for.
+    """
+
+    def __init__(self, source: Mapping[str, Any], vocabulary: LLTokenizer) -> None:
+        """Compile; raises ``InvalidOption`` with the parser's reason."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        self.source = source
+        self.vocabulary = vocabulary
+        # Its verbose errors repeat the grammar and the text so far, and errors are logged.
+        limits = LLParserLimits(verbose_errors=False)
+        self._start = LLMatcher(vocabulary, _llguidance_form(source), log_level=0, limits=limits)
+        if self._start.is_error():
+            (kind,) = source
+            raise InvalidOption("grammar", f"{kind}: {_reason(self._start.get_error())}")
+
+    def begin(self) -> GrammarState:
+        """Where a generation stands before its first token."""
+        return GrammarState(self._start.deep_copy())
+
+
+class GrammarState:
+    """Where one generation stands in its grammar: which tokens may come next.
+
+    Invariant: it has matched exactly the generated tokens before the one that was drawn last,
+    those whose KV is in the row's caches when the draw is made; never the pending one.
+    """
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self._matcher = matcher
+        self._matched = 0
+
+    def allowed(self, tokens: Ids[Token], count: int, width: int) -> NDArray[np.bool_]:
+        """Which ids may be token ``count + 1``: bool ``[width]``.
+
+        Args:
+            tokens: the generated ones; the first `count` are matched.
+            width: how many logits the model gives; those beyond the tokenizer's may not.
+
+        Raises:
+            ResumeMismatch: the grammar refuses one of them, so another one let it through.
+            GenerationFailed: the grammar is too complex here, or names no token of the model.
+        """
+        self._match(tokens, count)
+        packed = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._require_sound()
+        allowed = np.zeros(width, np.bool_)
+        known = np.unpackbits(packed, bitorder="little")[:width]
+        allowed[: known.size] = known
+        if not allowed.any():
+            raise GenerationFailed(f"grammar: no token of the model may follow token {count}")
+        return allowed
+
+    def is_whole_with(self, tokens: Ids[Token], last: int) -> bool:
+        """Whether nothing but an end may follow all `tokens` and `last`."""
+        matcher = self._matcher.deep_copy()
+        rest = [*(token.token for token in tokens[self._matched :]), last]
+        matched = matcher.try_consume_tokens(rest) == len(rest)
+        return matched and matcher.is_stopped() and not matcher.is_error()
+
+    def _match(self, tokens: Ids[Token], count: int) -> None:
+        assert self._matched <= count <= len(tokens), "a state never goes back"
+        new = [token.token for token in tokens[self._matched : count]]
+        done = self._matcher.try_consume_tokens(new)
+        self._matched += done
+        if done < len(new):
+            self._require_sound()
+            raise ResumeMismatch(f"the grammar does not allow token {self._matched + 1}")
+
+    def _require_sound(self) -> None:
+        """Raise if a limit was hit: what it gives from then on is an end, wherever it stands."""
+        stop = self._matcher.stop_reason()
+        if self._matcher.is_error() or stop in _LIMITS:
+            reason = _reason(self._matcher.get_error() or stop)
+            raise GenerationFailed(f"grammar: {reason}, after token {self._matched}")
+
+
+def _llguidance_form(source: Mapping[str, Any]) -> str:
+    """The grammar in the JSON that llguidance reads, in which each kind is named."""
+    ((kind, value),) = source.items()
+    if kind == "json_schema":
+        part = {"json_schema": value}
+    elif kind == "regex":
+        from llguidance import LLMatcher
+
+        return LLMatcher.grammar_from_regex(value)
+    else:
+        part = {"lark_grammar": value}
+    return json.dumps({"grammars": [part]})
+
+
+def _reason(error: str) -> str:
+    """The parser's message without the parts of the grammar that it shows: users' texts are in no
+    error, since errors are logged. ``submit`` shows them to who wrote the grammar."""
+    lines = [line for line in error.splitlines() if line and line[0] not in " \t<"]
+    said = _LONG_QUOTE.sub('"..."', "; ".join(lines)) or "is not valid"
+    return said if len(said) <= _LONGEST_REASON else f"{said[:_LONGEST_REASON]}..."
