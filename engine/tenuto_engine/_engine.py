@@ -39,6 +39,7 @@ from tenuto_engine._prefix import NO_PREFIX, Prefix, PrefixCache, PrefixOffers
 from tenuto_engine._row_cost import RowCost, row_cost
 from tenuto_engine._sequence import Sequence, SequenceState, TokenEvent
 from tenuto_engine._slots import Row, Slots
+from tenuto_engine._wired import WIRED_LIMIT
 
 
 class Engine:
@@ -258,6 +259,7 @@ class Engine:
         )
         self._share_prefix(row, options)
         self._slots.seat(row)
+        WIRED_LIMIT.begin(self, self.weight_bytes)
         return row.sequence
 
     def find_prefix(
@@ -412,6 +414,8 @@ class Engine:
     def _end(self, sequence: Sequence, state: SequenceState) -> None:
         sequence.state = state
         self._slots.vacate(sequence)
+        if not self._slots.rows:
+            WIRED_LIMIT.end(self)
 
     def _close_abandoned(self) -> None:
         for sequence, reference in list(self._generations.items()):
