@@ -111,8 +111,11 @@ def test_tokens_and_logprobs_with_everything_on_are_those_of_generate_step(
     prompt = engine.encode_prompt(PROMPT, raw=True)
     penalties: dict[str, Any] = {
         "repetition_penalty": 1.2,
+        "repetition_context_size": 7,
         "presence_penalty": 0.3,
+        "presence_context_size": 3,
         "frequency_penalty": 0.1,
+        "frequency_context_size": 60,
         "logit_bias": {263: 2.0, 304: -1.0, **dict.fromkeys(engine.eos_token_ids, 50.0)},
     }
     filters: dict[str, Any] = {"top_p": 0.97, "min_p": 0.001, "top_k": 200}
