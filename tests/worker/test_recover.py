@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,11 @@ def test_the_limit_that_a_text_was_submitted_under_comes_back_with_it(
     assert jobs.job(job)["max_prompt"] == "500"
 
 
+def timeless(end: EndEvent) -> EndEvent:
+    """For how long a job ran is counted by Redis, and by its worker for what is on disk."""
+    return replace(end, stats=end.stats and replace(end.stats, seconds=0.0))
+
+
 @pytest.mark.parametrize("state", ["completed", "failed", "cancelled"])
 def test_a_job_that_has_ended_comes_back_as_it_ended(
     jobs: JobQueue, start: Start, say: Say, state: str
@@ -189,8 +195,12 @@ def test_a_job_that_has_ended_comes_back_as_it_ended(
 
     assert (code, line["state"], line["tokens"]) == (0, state, len(tokens))
     assert jobs.tokens(job) == tokens
-    assert end_of(jobs, job) == events[-1]
+    whole = events[-1]
+    assert isinstance(whole, EndEvent)
+    assert timeless(end_of(jobs, job)) == timeless(whole)
+    assert whole.stats is not None
     after = jobs.job(job)
+    assert float(after["ran"]) == pytest.approx(float(record["ran"]), abs=5)
     assert int(after.pop("held")) == pytest.approx(int(record.pop("held")), abs=1000)
     assert int(after.pop("written")) == pytest.approx(int(record.pop("written")), abs=1000)
     of_attempts = ("worker", "queued_at", "claimed_at", "moved", "seq", "events", "durable", "ran")
@@ -308,6 +318,7 @@ def test_the_end_of_a_completed_job_whose_worker_died_over_its_note_is_noted(
     assert say()[1][0]["state"] == "completed"
     assert jobs.tokens(job) == tokens
     assert end_of(jobs, job) == events[-1]
+    assert end_of(jobs, job).stats is not None
 
 
 def test_an_end_elsewhere_after_a_resume_takes_the_place_of_the_end_that_was_noted_here(

@@ -7,9 +7,10 @@ the job back as queued, and the caches of a completed job would stay.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import redis
@@ -100,6 +101,7 @@ class LateEnds:
             "exactness": end.exactness,
             "exactness_reason": end.exactness_reason,
             "finished_at": finished_at.decode("utf-8", "replace"),
+            **_stats(end),
         }
         store.finish(words, engine_tokens(tokens), keep_caches=state != b"completed")
         get_log(job=job.job_id).info("end noted", state=str(end.state), tokens=len(tokens))
@@ -118,3 +120,13 @@ class LateEnds:
                 if isinstance(last, list):
                     tokens += [token for token in last if token.index > len(tokens)]
             start = f"({page[-1][0].decode()}"
+
+
+def _stats(end: EndEvent) -> dict[str, str]:
+    """As `end_words` has them."""
+    if end.stats is None:
+        return {}
+    told = asdict(end.stats)
+    del told["attempts"]
+    ran = told.pop("seconds")
+    return {"stats": json.dumps(told), "ran": f"{ran:.3f}"}

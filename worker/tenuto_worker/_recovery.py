@@ -201,6 +201,9 @@ def _hash(remains: Remains, reach: str) -> list[str | bytes | float]:
         "exactness": label,
         "exactness_reason": why,
     }
+    for name in ("stats", "ran"):
+        if told := (end or {}).get(name):
+            values[name] = told
     if remains.prompt is not None:
         values["prompt_ids"] = msgpack.packb(list(remains.prompt))
         values["prompt_tokens"] = len(remains.prompt)

@@ -121,6 +121,9 @@ def end_words(run: Run, state: str) -> dict[str, object]:
         "exactness": run.exactness,
         "exactness_reason": run.exactness_reason,
         "finished_at": f"{time.time():.3f}",
+        "stats": run.stats,
+        # Close to what Redis counted.
+        "ran": f"{run.recorded('ran') + time.monotonic() - run.claimed_at:.3f}",
     }
 
 
