@@ -12,9 +12,9 @@ from crash.chaos.storm import Plan, Storm
 from exact_runs import Models
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_a_storm_of_faults_loses_nothing_doubles_nothing_and_changes_no_bit(models: Models) -> None:
-    plan = Plan(seed=20261130, faults=20, every=1.5, open_jobs=12)
+    plan = Plan(seed=20261130, faults=20, every=1.5, open_jobs=12, calm=60)
     pool = make_pool(models, (150, 400), random.Random(plan.seed))
     with Stage(models) as stage:
         done = Storm(plan, stage, pool, print).run()

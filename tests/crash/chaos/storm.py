@@ -18,7 +18,6 @@ from .pool import Piece
 from .stage import Stage
 
 _RETRY_S: Final = 0.1
-_CALM_S: Final = 180.0
 _AT_MOST: Final = 1.5
 
 
@@ -29,6 +28,7 @@ class Plan:
     Attributes:
         faults: how many shall hit.
         every: seconds between two, on average.
+        calm: for how many seconds a job may get on by no token once all faults are over.
         patience: seconds in which files of ended jobs must be gone; None does not look.
     """
 
@@ -36,6 +36,7 @@ class Plan:
     faults: int
     every: float
     open_jobs: int = 16
+    calm: float = 180.0
     patience: float | None = None
 
     @property
@@ -171,7 +172,7 @@ class Storm:
                 who: moved[who] if moved.get(who, (-1, now))[0] == tokens else (tokens, now)
                 for who, tokens in waiting.items()
             }
-            stuck = [who for who, (_, since) in moved.items() if now - since > _CALM_S]
+            stuck = [who for who, (_, since) in moved.items() if now - since > self._plan.calm]
         calming.cancel()
         await asyncio.wait([calming])
         if not calming.cancelled():
@@ -179,7 +180,7 @@ class Storm:
         for who in stuck:
             self._violated(
                 "G1 no loss",
-                f"{who} has no end, and for {_CALM_S:g} s no token behind {moved[who][0]}",
+                f"{who} has no end, and for {self._plan.calm:g} s no token behind {moved[who][0]}",
             )
         for error in self._crowd.failed_acts:
             self._violated("what users asked for", error)
