@@ -16,7 +16,8 @@ import mlx_lm
 import numpy as np
 import pytest
 
-from tenuto_engine import _smollm2
+from engine_runs import finish, run_with_checkpoints
+from tenuto_engine import Engine, GenerationOptions, _smollm2, resume_options
 from tenuto_engine._errors import ModelLoadError
 
 needs_package = pytest.mark.skipif(
@@ -97,6 +98,35 @@ def test_the_chat_template_comes_along(loaded: tuple[Any, Any]) -> None:
     )
     assert prompt.startswith("<|im_start|>system\n")
     assert prompt.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+@needs_package
+def test_it_answers_in_json_that_fits_a_schema_and_goes_on_exactly(folder: Path) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "capital": {"enum": ["Berlin", "Paris", "Rome"]},
+            "sure": {"type": "boolean"},
+        },
+        "required": ["capital", "sure"],
+        "additionalProperties": False,
+        "x-guidance": {"whitespace_flexible": False},
+    }
+    engine = Engine.load(folder)
+    prompt = engine.encode_prompt("What is the capital of France? Answer in JSON.")
+    options: dict[str, Any] = {
+        "max_tokens": 40,
+        "seed": 3,
+        "logprobs": 3,
+        "grammar": {"json_schema": schema},
+    }
+    whole, taken = run_with_checkpoints(engine, prompt, options)
+    assert whole.finish_reason == "stop"
+    assert json.loads(whole.text)["capital"] == "Paris"
+    tokens, resumed = resume_options(taken[4], GenerationOptions(**options), whole.tokens[:6])
+    sequence = engine.add(tokens, resumed)
+    assert finish(engine, sequence).tokens == whole.tokens[6:]
+    assert sequence.stats.divergences == 0
 
 
 @needs_package
