@@ -85,7 +85,6 @@ if TYPE_CHECKING:
     from tenuto_engine._memory import release_memory as release_memory
     from tenuto_engine._options import GenerationOptions as GenerationOptions
     from tenuto_engine._options import PendingLogprobs as PendingLogprobs
-    from tenuto_engine._prefix import NO_PREFIX as NO_PREFIX
     from tenuto_engine._prefix import Prefix as Prefix
     from tenuto_engine._prefix import PrefixCache as PrefixCache
     from tenuto_engine._prefix import PrefixStats as PrefixStats
@@ -142,7 +141,7 @@ _HOMES = {
     "_live": ["LiveCheckpoint"],
     "_memory": ["MemoryUse", "default_budget", "limit_memory", "memory_use", "release_memory"],
     "_options": ["GenerationOptions", "PendingLogprobs"],
-    "_prefix": ["NO_PREFIX", "Prefix", "PrefixCache", "PrefixStats"],
+    "_prefix": ["Prefix", "PrefixCache", "PrefixStats"],
     "_resume": ["resume_options"],
     "_row_cost": ["RowCost"],
     "_sequence": ["GenerationStats", "Sequence", "SequenceState", "TokenEvent"],

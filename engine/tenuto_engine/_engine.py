@@ -35,7 +35,7 @@ from tenuto_engine._longest import longest_token
 from tenuto_engine._model import LoadedModel
 from tenuto_engine._options import GenerationOptions
 from tenuto_engine._prefill import PrefillTurn, prefill_step
-from tenuto_engine._prefix import NO_PREFIX, Prefix, PrefixCache, PrefixOffers
+from tenuto_engine._prefix import Prefix, PrefixCache, PrefixOffers
 from tenuto_engine._row_cost import RowCost, row_cost
 from tenuto_engine._sequence import Sequence, SequenceState, TokenEvent
 from tenuto_engine._slots import Row, Slots
@@ -73,6 +73,7 @@ class Engine:
         self._row_cost = _cost(loaded, chunk_size, kv_scheme)
         self._hash_cache = hash_cache
         self._grammars = Grammars(loaded)
+        self._weight_bytes = loaded.weight_bytes
         self._longest_token: int | None = None
         self._is_longest_known = False
 
@@ -184,7 +185,7 @@ class Engine:
     @property
     def weight_bytes(self) -> int:
         """Bytes that the model takes, without rows."""
-        return self._loaded.weight_bytes
+        return self._weight_bytes
 
     @property
     def row_cost(self) -> RowCost:
@@ -259,7 +260,7 @@ class Engine:
         )
         self._share_prefix(row, options)
         self._slots.seat(row)
-        WIRED_LIMIT.begin(self, self.weight_bytes)
+        WIRED_LIMIT.begin(self, self._weight_bytes)
         return row.sequence
 
     def find_prefix(
@@ -274,7 +275,7 @@ class Engine:
             options: the same; generated tokens at the end of ``prompt_tokens`` are left out.
         """
         if self._prefix_cache is None:
-            return NO_PREFIX
+            return Prefix()
         generated = options.initial_generated_tokens if options else 0
         prompt = prompt_tokens[: len(prompt_tokens) - generated]
         return self._prefix_cache.find(self.geometry.fingerprint, prompt, self._chunk)

@@ -37,11 +37,8 @@ class Prefix:
         caches: their KV, one state a layer.
     """
 
-    tokens: int
-    caches: tuple[CacheState, ...]
-
-
-NO_PREFIX: Final = Prefix(0, ())
+    tokens: int = 0
+    caches: tuple[CacheState, ...] = ()
 
 
 @dataclass(slots=True)
@@ -125,7 +122,7 @@ class PrefixCache:
             if block is None:
                 break
             chain.append(block)
-        found = NO_PREFIX
+        found = Prefix()
         if chain:
             self._touch([block.name for block in chain])
             try:

@@ -25,8 +25,9 @@ def test_a_prompt_killed_halfway_is_read_on_exactly(
     ]
 
     def begin() -> WorkerProcess:
-        # A checkpoint at every border of a chunk.
-        return worker_of(models, redis_url, namespace, tmp_path, "--checkpoint-seconds", "0.01")
+        # A checkpoint at every border of a chunk, and nothing known from the undisturbed runs.
+        flags = ("--checkpoint-seconds", "0.01", "--prefix-memory", "0", "--prefix-disk", "0")
+        return worker_of(models, redis_url, namespace, tmp_path, *flags)
 
     with Scene(redis_url, namespace, long) as scene:
         with begin() as first:

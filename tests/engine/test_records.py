@@ -202,7 +202,7 @@ def test_a_forged_record_without_a_lie_is_read(path: Path) -> None:
     "numbers",
     [
         {"kind": 0},
-        {"kind": 6},
+        {"kind": 7},
         {"zero": 1},
         {"header_bytes": 2**32 - 1},
         {"header_bytes": 2**28 + 1},

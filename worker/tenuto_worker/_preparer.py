@@ -219,7 +219,7 @@ class Preparer:
         published: Sequence[Token],
         engine: Engine,
     ) -> Plan:
-        from tenuto_engine import NO_PREFIX
+        from tenuto_engine import Prefix
 
         geometry = engine.geometry
         assert spec.seed is not None, "submit draws one"
@@ -233,13 +233,13 @@ class Preparer:
         store = run.store = self._checkpoints.store(run, geometry, label)
         save = self._outlets.save
         options = replace(options, on_decode_checkpoint=lambda taken: save(store, taken))
-        replay = replace(options, published_tokens=tuple(known), prefix=NO_PREFIX)
+        replay = replace(options, published_tokens=tuple(known), prefix=Prefix())
         roads = [Road(prompt, replay)]
         if checkpoint is not None:
             roads = [*resume_road(run, checkpoint, options, known, prompt), *roads]
         covered = 0 if checkpoint is None else len(checkpoint.cache_tokens)
         # A checkpoint in mid-prompt may be behind what others have read of the same.
-        prefix = engine.find_prefix(prompt) if covered < len(prompt) else NO_PREFIX
+        prefix = engine.find_prefix(prompt) if covered < len(prompt) else Prefix()
         if prefix.tokens > covered:
             roads.insert(0, Road(prompt, replace(replay, prefix=prefix)))
         options = replace(options, prefix=prefix)
