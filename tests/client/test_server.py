@@ -254,10 +254,11 @@ def test_a_server_that_loads_its_file_is_waited_for(
             pipe.set(f"key:{number}", "value")
         pipe.execute()
     _kill_server(data_dir)
-    monkeypatch.setitem(SETTINGS, "key-load-delay", "400")  # microseconds
+    monkeypatch.setitem(SETTINGS, "key-load-delay", "800")  # microseconds
     started = time.monotonic()
-    with _connect(ensure_server(data_dir, timeout=2)) as client:
-        assert time.monotonic() - started > 3
+    # It loads for longer than that, and says so; a busy machine takes a while to start it.
+    with _connect(ensure_server(data_dir, timeout=5)) as client:
+        assert time.monotonic() - started > 6
         assert client.dbsize() == 10_000
 
 

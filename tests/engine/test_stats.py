@@ -133,12 +133,14 @@ def test_the_peak_of_memory_is_the_processs_while_the_row_is_there(
     engine = load_engine("llama", slots=2)
     first = engine.add(prompt_of(engine), GenerationOptions(**OPTIONS | {"max_tokens": 30}))
     engine.step()
-    mx.eval(mx.ones((2**24,), dtype=mx.uint8))
+    # Other tests of this process have arrays, too.
+    most = mx.get_active_memory() + 2**26
+    mx.eval(mx.ones((2**26,), dtype=mx.uint8))
     # A row that joins afterwards knows nothing of it, and takes it from nobody.
     run(engine, prompt_of(engine), **OPTIONS)
     late = engine.add(prompt_of(engine), GenerationOptions(**OPTIONS))
     finish(engine, late)
     finish(engine, first)
-    assert engine.weight_bytes < late.stats.peak_memory < 2**24
-    assert first.stats.peak_memory > 2**24
+    assert engine.weight_bytes < late.stats.peak_memory < most
+    assert first.stats.peak_memory >= most
     assert memory_use(0).peak >= first.stats.peak_memory
