@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cache_models import VOCABULARY, CacheModel, cache_model
-from tenuto_engine import Checkpoint, Engine, GenerationOptions, KVScheme, PrefixCache, Token
+from tenuto_engine import (
+    Checkpoint,
+    Engine,
+    GenerationOptions,
+    KVScheme,
+    PrefixCache,
+    Token,
+    resume_options,
+)
 from tenuto_engine import Sequence as Running
 from tenuto_engine._model import LoadedModel
 
@@ -60,6 +68,22 @@ def finish(engine: Engine, sequence: Running) -> Run:
     if sequence.error is not None:
         raise sequence.error
     return Run(tokens, sequence.end_text, sequence.finish_reason)
+
+
+def encode(engine: Engine) -> list[int]:
+    """Ids of `PROMPT`."""
+    return engine.encode_prompt(PROMPT, raw=True)
+
+
+def resume(engine: Engine, checkpoint: Checkpoint, options: dict[str, Any], **how: Any) -> Run:
+    """Go on from a checkpoint to the end."""
+    tokens, resumed = resume_options(checkpoint, GenerationOptions(**options), **how)
+    return finish(engine, engine.add(tokens, resumed))
+
+
+def rest(whole: Run, handed_out: int) -> Run:
+    """What of a whole run is still to come."""
+    return whole._replace(tokens=whole.tokens[handed_out:])
 
 
 def engine_in_memory(

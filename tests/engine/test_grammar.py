@@ -13,7 +13,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from engine_runs import PROMPT, STYLES, Run, finish, run, run_with_checkpoints
+from engine_runs import (
+    STYLES,
+    Run,
+    encode,
+    finish,
+    rest,
+    resume,
+    run,
+    run_with_checkpoints,
+)
 from grammar_samples import GRAMMARS, assert_matches
 from tenuto_engine import (
     Checkpoint,
@@ -44,21 +53,8 @@ styles = pytest.mark.parametrize("style", STYLES_HERE)
 pipelines = pytest.mark.parametrize("pipelined", [False, True], ids=["synchronous", "pipelined"])
 
 
-def encode(engine: Engine) -> list[int]:
-    return engine.encode_prompt(PROMPT, raw=True)
-
-
 def options_of(name: str, style: str, **more: Any) -> dict[str, Any]:
     return STYLES_HERE[style] | {"grammar": GRAMMARS.get(name)} | more
-
-
-def resume(engine: Engine, checkpoint: Checkpoint, options: dict[str, Any], **how: Any) -> Run:
-    tokens, resumed = resume_options(checkpoint, GenerationOptions(**options), **how)
-    return finish(engine, engine.add(tokens, resumed))
-
-
-def rest(whole: Run, handed_out: int) -> Run:
-    return whole._replace(tokens=whole.tokens[handed_out:])
 
 
 # -- what comes out --------------------------------------------------------------------

@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 
-from engine_runs import PROMPT, STYLES, Run, finish, run, run_with_checkpoints
+from engine_runs import (
+    STYLES,
+    Run,
+    encode,
+    finish,
+    rest,
+    resume,
+    run,
+    run_with_checkpoints,
+)
 from tenuto_engine import (
     Checkpoint,
     Engine,
@@ -30,19 +39,6 @@ TOKENS = 60
 
 pipelines = pytest.mark.parametrize("pipelined", [False, True], ids=["synchronous", "pipelined"])
 styles = pytest.mark.parametrize("style", ["greedy", "sampled"])
-
-
-def encode(engine: Engine) -> list[int]:
-    return engine.encode_prompt(PROMPT, raw=True)
-
-
-def resume(engine: Engine, checkpoint: Checkpoint, options: dict[str, Any], **how: Any) -> Run:
-    tokens, resumed = resume_options(checkpoint, GenerationOptions(**options), **how)
-    return finish(engine, engine.add(tokens, resumed))
-
-
-def rest(whole: Run, handed_out: int) -> Run:
-    return whole._replace(tokens=whole.tokens[handed_out:])
 
 
 @pipelines
