@@ -97,6 +97,8 @@ if TYPE_CHECKING:
     from tenuto_engine._store import CheckpointStore as CheckpointStore
     from tenuto_engine._store import Durable as Durable
     from tenuto_engine._token import Token as Token
+    from tenuto_engine._trace import Span as Span
+    from tenuto_engine._trace import opentelemetry_spans as opentelemetry_spans
     from tenuto_engine._verify import VerifyReport as VerifyReport
     from tenuto_engine._verify import verify as verify
     from tenuto_engine._verify import verify_job as verify_job
@@ -147,6 +149,7 @@ _HOMES = {
     "_sequence": ["GenerationStats", "Sequence", "SequenceState", "TokenEvent"],
     "_store": ["CheckpointStore", "Durable"],
     "_token": ["Token"],
+    "_trace": ["Span", "opentelemetry_spans"],
     "_verify": ["VerifyReport", "verify", "verify_job"],
     "_writer": ["CheckpointWriter"],
 }

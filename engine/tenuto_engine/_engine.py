@@ -393,7 +393,7 @@ class Engine:
         else:
             step = pipelined_step if self._pipelines(row) else synchronous_step
             step(self._loaded.model, row)
-        sequence.state = _decoding_state(sequence)
+        sequence.go_on()
 
     def _pipelines(self, row: Row) -> bool:
         return row.gains_by_pipelining if self._pipelined is None else self._pipelined
@@ -410,7 +410,7 @@ class Engine:
             take_published(row)
         else:
             sequence.take(row.pending.read())
-        sequence.state = _decoding_state(sequence)
+        sequence.go_on()
 
     def _end(self, sequence: Sequence, state: SequenceState) -> None:
         sequence.state = state
@@ -437,11 +437,7 @@ def _begin(row: Row) -> None:
     sequence = row.sequence
     if sequence.state is not SequenceState.WAITING:
         return
-    prefills = row.pending is None
-    if not prefills:
+    if row.pending is None:
+        sequence.state = SequenceState.PREFILL
+    else:
         sequence.start_decode()
-    sequence.state = SequenceState.PREFILL if prefills else _decoding_state(sequence)
-
-
-def _decoding_state(sequence: Sequence) -> SequenceState:
-    return SequenceState.CATCH_UP if sequence.next_published else SequenceState.DECODE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 import mlx.core as mx
@@ -14,6 +14,7 @@ from tenuto_engine._delta import Commit, Delta, Layout
 from tenuto_engine._errors import CheckpointError
 from tenuto_engine._sequence import Drawn
 from tenuto_engine._token import Token
+from tenuto_engine._trace import Trace
 
 
 class PendingToken(Protocol):
@@ -37,6 +38,7 @@ class Moment:
         pending: the token after them, or None in a prefill.
         caches: the row's own, live; or the host states of a whole checkpoint.
         seed, divergences, first_divergence: as in ``Checkpoint``.
+        trace: gets the spans of what becomes of it.
     """
 
     lineage: object
@@ -50,6 +52,7 @@ class Moment:
     seed: int
     divergences: int = 0
     first_divergence: int | None = None
+    trace: Trace = field(default_factory=lambda: Trace(None))
 
     @property
     def generated(self) -> int:
@@ -67,6 +70,7 @@ class LiveCheckpoint:
     Attributes:
         deferred: whoever was called with it wants to be called again at the next step, as it
             had no room for all of it or for any.
+        trace: gets the spans of what becomes of it.
     """
 
     def __init__(self, moment: Moment) -> None:
@@ -81,6 +85,7 @@ class LiveCheckpoint:
         self.seed = moment.seed
         self.divergences = moment.divergences
         self.first_divergence = moment.first_divergence
+        self.trace = moment.trace
         self.origin: Origin | None = None
 
     @classmethod

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tenuto_engine._grammar import Grammar
     from tenuto_engine._live import LiveCheckpoint
     from tenuto_engine._prefix import Prefix
+    from tenuto_engine._trace import OnSpan
 
 MAX_SEED: Final = 2**64 - 1
 MAX_TOP_LOGPROBS: Final = 20
@@ -74,6 +75,10 @@ class GenerationOptions:
         on_decode_checkpoint: takes each one, on the decode thread. What it raises is logged
             and counted in ``stats.checkpoint_errors``; the generation goes on.
 
+    Tracing:
+        on_span: takes each ``Span`` when it is over, most of them on the decode thread, those of
+            checkpoints that are written on the writer's. After it raised it is not called again.
+
     To resume (``resume_options`` fills these in from a checkpoint):
         cache: what covers ``prompt_tokens`` exactly or, with no pending token, a strict
             prefix that ends at a chunk border. Either the host states of a checkpoint,
@@ -122,6 +127,7 @@ class GenerationOptions:
     checkpoint_every_tokens: int | None = 256
     checkpoint_every_seconds: float | None = 2.0
     on_decode_checkpoint: Callable[[LiveCheckpoint], object] | None = None
+    on_span: OnSpan | None = None
     cache: Sequence[Any] | None = None
     cached_tokens: int | None = None
     cache_origin: Origin | None = None
@@ -259,9 +265,10 @@ def _check_checkpoints(options: GenerationOptions) -> None:
         _integer(options, "checkpoint_every_tokens", 1, None)
     if options.checkpoint_every_seconds is not None:
         _number(options, "checkpoint_every_seconds", 0.0, None)
-    callback = options.on_decode_checkpoint
-    if callback is not None and not callable(callback):
-        raise InvalidOption("on_decode_checkpoint", "must be callable")
+    for name in ("on_decode_checkpoint", "on_span"):
+        callback = getattr(options, name)
+        if callback is not None and not callable(callback):
+            raise InvalidOption(name, "must be callable")
 
 
 def _check_resume(options: GenerationOptions) -> None:

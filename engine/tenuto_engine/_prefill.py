@@ -35,20 +35,23 @@ def prefill_step(model: Forward, row: Row, chunk: int) -> None:
     if row.position < last:
         row.checkpoint_if_due()
         return
-    logits = _forward(model, row, last + 1)[:, -1, :]
-    row.pending = draw(row, logits)
-    row.pending.read()
-    row.quantize_if_due()
+    with row.sequence.trace.span("first_token"):
+        logits = _forward(model, row, last + 1)[:, -1, :]
+        row.pending = draw(row, logits)
+        row.pending.read()
+        row.quantize_if_due()
+        mx.clear_cache()
 
 
 def _read_chunk(model: Forward, row: Row, end: int) -> None:
-    _forward(model, row, end)
-    row.quantize_if_due()
-    # Evaluates the caches and nothing else, so a chunk's logits are never computed.
-    settle_after_prefill(row.caches)
-    if row.offers is not None:
-        row.offers.border(row.caches, end)
-    mx.clear_cache()
+    with row.sequence.trace.span("prefill_chunk", start=row.position, stop=end):
+        _forward(model, row, end)
+        row.quantize_if_due()
+        # Evaluates the caches and nothing else, so a chunk's logits are never computed.
+        settle_after_prefill(row.caches)
+        if row.offers is not None:
+            row.offers.border(row.caches, end)
+        mx.clear_cache()
 
 
 def _forward(model: Forward, row: Row, end: int) -> mx.array:

@@ -17,6 +17,7 @@ from tenuto_engine._errors import ResumeMismatch
 from tenuto_engine._options import GenerationOptions
 from tenuto_engine._text import TextStream
 from tenuto_engine._token import Token
+from tenuto_engine._trace import Trace
 
 if TYPE_CHECKING:
     from tenuto_engine._grammar import GrammarState
@@ -127,6 +128,7 @@ class Sequence:
         end_text: the text held back until a natural end.
         error: why it failed, or None.
         stats: what it did.
+        trace: its spans.
     """
 
     prompt: tuple[int, ...]
@@ -151,6 +153,7 @@ class Sequence:
             divergences=self.options.initial_divergences,
             first_divergence=self.options.initial_first_divergence,
         )
+        self.trace = Trace(self.options.on_span)
         self._text = TextStream(self.decode, self.options.stop)
         self._began: float | None = None
         self._prefilled: float | None = None
@@ -205,11 +208,20 @@ class Sequence:
     def start_prefill(self) -> None:
         """The first chunk begins now; harmless when called again."""
         self._began = self._began or time.perf_counter()
+        self.trace.enter("prefill")
 
     def start_decode(self) -> None:
         """The first token is known now, or was from the beginning; harmless when called again."""
         self._prefilled = self._prefilled or time.perf_counter()
         self.stats.prefill_seconds = self._prefilled - (self._began or self._prefilled)
+        self.go_on()
+
+    def go_on(self) -> None:
+        """It is past its prompt: published tokens come next, or new ones."""
+        state = SequenceState.CATCH_UP if self.next_published else SequenceState.DECODE
+        if state is not self.state:
+            self.state = state
+            self.trace.enter(state.value, **self._reached())
 
     def stop_clock(self) -> None:
         """Set the times of the stats; called at an end, and harmless when called again."""
@@ -218,6 +230,11 @@ class Sequence:
             self.stats.decode_seconds = now - self._prefilled
         elif self._began is not None:
             self.stats.prefill_seconds = now - self._began
+        self.trace.leave(**self._reached())
+
+    def _reached(self) -> dict[str, int]:
+        """How far it is, at the end of a phase."""
+        return {"prompt": self.prefill_done, "tokens": len(self.tokens)}
 
     def _append(self, token: Token) -> None:
         # Whatever comes first was known before this run decoded anything.

@@ -190,6 +190,7 @@ class Row:
                 seed=sequence.seed,
                 divergences=sequence.stats.divergences,
                 first_divergence=sequence.stats.first_divergence,
+                trace=sequence.trace,
             )
         )
 
@@ -211,13 +212,15 @@ class Row:
     def hand_over(self, live: LiveCheckpoint, callback: Callable[[LiveCheckpoint], object]) -> None:
         """Call `callback`, whatever it does."""
         stats = self.sequence.stats
-        try:
-            callback(live)
-        except Exception:  # noqa: BLE001  # it is the caller's code, and a job must outlive its disk
-            stats.checkpoint_errors += 1
-            _log.exception("the checkpoint callback raised; the generation goes on")
-        finally:
-            live.close()
+        with self.sequence.trace.span("checkpoint", last=live.generated_tokens) as facts:
+            try:
+                callback(live)
+            except Exception:  # noqa: BLE001  # it is the caller's code; a job must outlive its disk
+                stats.checkpoint_errors += 1
+                _log.exception("the checkpoint callback raised; the generation goes on")
+            finally:
+                live.close()
+            facts["deferred"] = int(live.deferred)
         stats.checkpoints += not live.deferred
 
 

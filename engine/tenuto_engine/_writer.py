@@ -133,7 +133,15 @@ class CheckpointWriter:
         if taken is None:
             live.defer()
             return False
-        if not self._put(store, taken.nbytes, lambda: store.write(taken)):
+        trace, last = live.trace, live.generated_tokens
+
+        def write() -> bool:
+            with trace.span("checkpoint_write", last=last, bytes=taken.nbytes) as facts:
+                durable = store.write(taken)
+                facts["durable"] = int(durable)
+            return durable
+
+        if not self._put(store, taken.nbytes, write):
             live.defer()
             return False
         return True

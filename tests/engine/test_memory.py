@@ -150,3 +150,11 @@ def test_the_memory_of_the_host_is_what_the_control_group_allows(
 
 def test_without_control_groups_the_memory_of_the_host_is_the_machines(tmp_path: Path) -> None:
     assert host_memory(tmp_path, tmp_path / "none") > 2**28
+
+
+def test_unused_buffers_are_given_back_when_the_first_token_is_known(tmp_path: Path) -> None:
+    engine = Engine.load(build_tiny_model(tmp_path), chunk_size=16)
+    engine.add(list(range(5, 30)), GenerationOptions(max_tokens=5, seed=1))
+    while not engine.step():
+        pass
+    assert mx.get_cache_memory() < 4096, "only what the step itself still held"

@@ -193,3 +193,21 @@ def test_greedy_on_a_real_model_is_that_of_generate_step(tmp_path: Path) -> None
     prompt = engine.encode_prompt("Name three instruments of an orchestra.")
     ids, _ = reference(engine, prompt, 32, tokens=12)
     assert run(engine, prompt, max_tokens=12, ignore_eos=True).ids == ids
+
+
+@pytest.mark.parametrize("exempt", ["line break", "end"])
+def test_xtc_leaves_end_tokens_and_line_breaks_where_they_are(
+    load_engine: LoadEngine, exempt: str
+) -> None:
+    engine = load_engine("llama")
+    spared = {"line break": engine.tokenizer.encode("\n")[-1], "end": max(engine.eos_token_ids)}
+    token = spared[exempt]
+    other = next(each for each in range(70, 80) if each not in spared.values())
+
+    def drawn(likeliest: int) -> set[int]:
+        how: dict[str, Any] = {"logit_bias": {likeliest: 20.0}, "xtc_probability": 1.0}
+        how |= {"xtc_threshold": 0.0, "temperature": 1.0, "ignore_eos": True}
+        return set(run(engine, [70, 71], seed=5, max_tokens=20, **how).ids)
+
+    assert drawn(token) == {token}
+    assert other not in drawn(other)

@@ -420,7 +420,7 @@ def test_a_geometry_of_a_version_with_other_fields_costs_no_job(
     first.publish()
     first.save()
     run = first.run
-    store = first.rooms.preparer._checkpoints.store(run, first.engine.geometry, run.label)
+    store = first.rooms.preparer._checkpoints.store(run, run.label)
     earlier = {"fingerprint": "earlier", "geometry": {"device_kind": "cpu"}}
     found = store.newest_valid()
     assert found is not None

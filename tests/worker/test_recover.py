@@ -134,6 +134,26 @@ def test_a_running_job_goes_on_from_its_checkpoint_and_ends_bit_for_bit(
     assert (end.state, end.exactness, end.epoch) == ("completed", "exact", 2)
 
 
+def test_what_makes_the_masks_of_a_grammar_is_known_after_a_recover(
+    jobs: JobQueue, start: Start, say: Say, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = jobs.submit(max_tokens=40, ignore_eos=False, grammar={"regex": "[a-z]{30,40}"})
+    dead = start()
+    dead.claim()
+    dead.decode(9)
+    dead.publish()
+    dead.save()
+    lose_everything(jobs)
+    say()
+    monkeypatch.setattr("tenuto_worker._preparer.version", lambda name: "0.0.1")
+    heir = start(name="host-dir-1")
+    heir.claim()
+    heir.finish()
+    end = end_of(jobs, job)
+    assert end.exactness == "recomputed"
+    assert "llguidance_version: 0.0.1 here, 1." in (end.exactness_reason or "")
+
+
 def test_a_job_that_has_only_begun_comes_back_with_its_prompt(
     jobs: JobQueue, start: Start, say: Say
 ) -> None:

@@ -153,6 +153,24 @@ def test_an_attempt_is_a_span_below_that_of_the_submit_with_an_event_for_each_ph
     assert span.status.is_unset
 
 
+def test_the_engines_spans_are_below_that_of_their_attempt(
+    jobs: JobQueue, worker: StepWorker, spans: InMemorySpanExporter
+) -> None:
+    submit(jobs, max_tokens=20)
+    worker.claim()
+    worker.finish()
+    worker.save()
+    (attempt,) = attempts(spans)
+    engines = [span for span in spans.get_finished_spans() if span is not attempt]
+
+    assert {span.name.removeprefix("tenuto.") for span in engines} == {
+        "prefill", "prefill_chunk", "first_token", "decode", "checkpoint", "checkpoint_write",
+    }  # fmt: skip
+    assert {span.parent and span.parent.span_id for span in engines} == {attempt.context.span_id}
+    (decode,) = [span for span in engines if span.name == "tenuto.decode"]
+    assert facts(decode)["tokens"] == 20
+
+
 def test_each_attempt_of_a_job_has_a_span_of_the_same_trace(
     jobs: JobQueue, worker: StepWorker, spans: InMemorySpanExporter
 ) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgpack
+
 from tenuto_client import Token
 
 from ._meta import JobMeta, UnknownMeta
@@ -37,10 +39,11 @@ class Checkpoints:
         self._prefix = prefix
         self._budget = budget
 
-    def store(self, run: Run, geometry: Geometry, label: tuple[str, str | None]) -> CheckpointStore:
+    def store(self, run: Run, label: tuple[str, str | None]) -> CheckpointStore:
         """Where an attempt saves: files that bear its epoch and nonce, and nobody else's.
 
         Args:
+            run: one that is bound; the geometry that Redis has of it is written down.
             label: exactness of what the attempt will compute, and its reason.
 
         Raises:
@@ -48,14 +51,15 @@ class Checkpoints:
         """
         from tenuto_engine import CheckpointStore, job_folder
 
+        assert run.bound is not None, "a run is bound before it saves anything"
         meta = JobMeta(
             namespace=run.claim.namespace,
             prefix=self._prefix,
             job=run.job_id,
             epoch=run.fence.epoch,
             model=run.model,
-            fingerprint=geometry.fingerprint,
-            geometry=geometry.to_dict(),
+            fingerprint=run.bound.fingerprint,
+            geometry=msgpack.unpackb(run.bound.geometry),
             exactness=label[0],
             exactness_reason=label[1],
             fields=run.claim.record,

@@ -230,9 +230,13 @@ class Preparer:
         missing = len(known) - (checkpoint.generated_tokens if checkpoint else 0)
         is_fast = spec.recovery == "fast" and missing * _DECODE_COST > len(prompt) + len(known)
         label = ("recomputed", PREFILLED) if is_fast and run.exactness == "exact" else run.label
-        store = run.store = self._checkpoints.store(run, geometry, label)
+        store = run.store = self._checkpoints.store(run, label)
         save = self._outlets.save
-        options = replace(options, on_decode_checkpoint=lambda taken: save(store, taken))
+        options = replace(
+            options,
+            on_decode_checkpoint=lambda taken: save(store, taken),
+            on_span=run.span.on_span,
+        )
         replay = replace(options, published_tokens=tuple(known), prefix=Prefix())
         roads = [Road(prompt, replay)]
         if checkpoint is not None:

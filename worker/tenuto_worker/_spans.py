@@ -2,8 +2,8 @@
 
 A job that was submitted within a span carries its W3C `traceparent`; each attempt then has a span
 `tenuto.attempt` below that one, from the claim to the end, with an event for each phase that it
-enters. Where OpenTelemetry is not installed nothing happens. A worker that is killed reports no
-span for what it was running; the next attempt does.
+enters, and below that the spans of the engine. Where OpenTelemetry is not installed nothing
+happens. A worker that is killed reports no span for what it was running; the next attempt does.
 
 Spans leave the process if a tracer provider was set up by whoever started it
 (`opentelemetry-instrument`), or if `OTEL_TRACES_EXPORTER` names exporters, as the SDK has them.
@@ -16,11 +16,15 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+from collections.abc import Callable
 from importlib.metadata import entry_points
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ._answers import Claim
 from ._errors import ConfigError
+
+if TYPE_CHECKING:
+    from tenuto_engine import Span
 
 _NAME = "tenuto.attempt"
 _FLUSH_MS = 2000
@@ -28,6 +32,10 @@ _FLUSH_MS = 2000
 
 class AttemptSpan(Protocol):
     """The span of one attempt. Its methods may be called from any thread."""
+
+    @property
+    def on_span(self) -> Callable[[Span], object] | None:
+        """Takes the engine's spans, which are below this one; None if nobody wants them."""
 
     def event(self, name: str) -> None:
         """Something happened now."""
@@ -37,6 +45,8 @@ class AttemptSpan(Protocol):
 
 
 class _NoSpan:
+    on_span = None
+
     def event(self, name: str) -> None:
         return
 
@@ -48,6 +58,13 @@ class _OpenSpan:
     def __init__(self, span: Any, error_status: Any) -> None:
         self._span = span
         self._error_status = error_status
+
+    @property
+    def on_span(self) -> Callable[[Span], object] | None:
+        from tenuto_engine import opentelemetry_spans
+
+        # Without a provider, or where the trace is sampled out, nobody gets them.
+        return opentelemetry_spans(_below(self._span)) if self._span.is_recording() else None
 
     def event(self, name: str) -> None:
         self._span.add_event(name)
@@ -138,6 +155,13 @@ def _api() -> Any:
         return importlib.import_module("opentelemetry.trace")
     except ImportError:
         return None
+
+
+def _below(span: Any) -> Any:
+    """The context in which a span begins that is to be below this one."""
+    return _api().set_span_in_context(
+        span, importlib.import_module("opentelemetry.context").Context()
+    )
 
 
 def _is_set_up(trace: Any) -> bool:
