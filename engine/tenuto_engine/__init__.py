@@ -85,6 +85,7 @@ if TYPE_CHECKING:
     from tenuto_engine._memory import release_memory as release_memory
     from tenuto_engine._options import GenerationOptions as GenerationOptions
     from tenuto_engine._options import PendingLogprobs as PendingLogprobs
+    from tenuto_engine._prefill import PrefillTurn as PrefillTurn
     from tenuto_engine._prefix import Prefix as Prefix
     from tenuto_engine._prefix import PrefixCache as PrefixCache
     from tenuto_engine._prefix import PrefixStats as PrefixStats
@@ -143,6 +144,7 @@ _HOMES = {
     "_live": ["LiveCheckpoint"],
     "_memory": ["MemoryUse", "default_budget", "limit_memory", "memory_use", "release_memory"],
     "_options": ["GenerationOptions", "PendingLogprobs"],
+    "_prefill": ["PrefillTurn"],
     "_prefix": ["Prefix", "PrefixCache", "PrefixStats"],
     "_resume": ["resume_options"],
     "_row_cost": ["RowCost"],

@@ -58,13 +58,14 @@ class Engine:
         hash_cache: Path | None = None,
         prefix_cache: PrefixCache | None = None,
         kv_scheme: KVScheme | None = None,
+        prefill_turn: PrefillTurn | None = None,
     ) -> None:
         self._loaded = loaded
         self._prefix_cache = prefix_cache
         self._slots = Slots(slots)
         self._chunk = chunk_size
         self._pipelined = pipelined
-        self._turn = PrefillTurn()
+        self._turn = prefill_turn or PrefillTurn()
         self._backlog: list[TokenEvent] = []
         self._generations: weakref.WeakKeyDictionary[Sequence, weakref.ref[Generation]]
         self._generations = weakref.WeakKeyDictionary()
@@ -88,6 +89,7 @@ class Engine:
         hash_cache: StrPath | None = None,
         prefix_cache: PrefixCache | None = None,
         kv_scheme: KVScheme | str | None = None,
+        prefill_turn: PrefillTurn | None = None,
     ) -> Engine:
         """Load a model folder, or a Hugging Face repository by name.
 
@@ -106,6 +108,8 @@ class Engine:
             kv_scheme: how the KV of all rows is quantized: a ``KVScheme``, or its text, such as
                 ``8:64:0``; ``config`` or ``config:START`` is the ``kv_config.json`` of the model;
                 None or ``none`` is full precision. Part of the geometry.
+            prefill_turn: shared by engines that one thread steps in turns, so that the rows of all
+                decode at least as long as a chunk of a prompt took, whichever engine read it.
 
         Raises:
             ModelLoadError: nothing usable is there. UnsupportedCache and UnsupportedScheme are of
@@ -131,6 +135,7 @@ class Engine:
             hash_cache=None if hash_cache is None else Path(hash_cache),
             prefix_cache=prefix_cache,
             kv_scheme=scheme,
+            prefill_turn=prefill_turn,
         )
 
     @property
@@ -359,13 +364,14 @@ class Engine:
             _begin(row)
         decoding = [row for row in rows if row.sequence.state is not SequenceState.PREFILL]
         prefilling = [row for row in rows if row.sequence.state is SequenceState.PREFILL]
+        self._turn.note(self, decodes=bool(decoding), reads=bool(prefilling))
         began = time.perf_counter()
         events = [event for row in decoding for event in self._run(row, self._decode)]
         self._turn.decoded(began)
-        if prefilling and self._turn.may_prefill(others_decode=bool(decoding)):
+        if self._turn.may_prefill(self):
             began = time.perf_counter()
             events += self._run(prefilling[0], self._prefill)
-            self._turn.prefilled(began)
+            self._turn.prefilled(self, began)
         return events
 
     def _run(self, row: Row, action: Callable[[Row], None]) -> list[TokenEvent]:
@@ -417,6 +423,7 @@ class Engine:
         self._slots.vacate(sequence)
         if not self._slots.rows:
             WIRED_LIMIT.end(self)
+            self._turn.note(self, decodes=False, reads=False)
 
     def _close_abandoned(self) -> None:
         for sequence, reference in list(self._generations.items()):

@@ -7,6 +7,7 @@ forward of other chunks gives other bits.
 from __future__ import annotations
 
 import time
+import weakref
 from typing import Any
 
 import mlx.core as mx
@@ -64,18 +65,41 @@ def _forward(model: Forward, row: Row, end: int) -> mx.array:
 
 
 class PrefillTurn:
-    """Shares the device: after a chunk of one row, the others decode at least as long."""
+    """Shares a device among the engines that one thread steps in turns, each as often as any other.
+
+    After a chunk of one row, the rows that decode do so at least as long, whoever's they are. Of
+    engines that read prompts each reads a chunk in turn.
+    """
 
     def __init__(self) -> None:
         self._owed = 0.0
+        self._decoding: weakref.WeakSet[object] = weakref.WeakSet()
+        self._reading: weakref.WeakKeyDictionary[object, None] = weakref.WeakKeyDictionary()
 
-    def may_prefill(self, *, others_decode: bool) -> bool:
-        return self._owed <= 0 or not others_decode
+    def note(self, engine: object, *, decodes: bool, reads: bool) -> None:
+        """Whether an engine has rows that decode, and rows that read their prompts."""
+        if decodes:
+            self._decoding.add(engine)
+        else:
+            self._decoding.discard(engine)
+        if reads:
+            self._reading.setdefault(engine)
+        else:
+            self._reading.pop(engine, None)
 
-    def prefilled(self, began: float) -> None:
-        """A chunk ran from `began` (``perf_counter``) to now."""
+    def may_prefill(self, engine: object) -> bool:
+        """Whether it may read a chunk now."""
+        if self._owed > 0 and self._decoding:
+            return False
+        return next(iter(self._reading.keys()), None) is engine
+
+    def prefilled(self, engine: object, began: float) -> None:
+        """It read a chunk from `began` (``perf_counter``) to now."""
         self._owed = time.perf_counter() - began
+        if engine in self._reading:
+            del self._reading[engine]
+            self._reading[engine] = None
 
     def decoded(self, began: float) -> None:
-        """The other rows decoded from `began` to now."""
+        """Rows decoded from `began` to now."""
         self._owed -= time.perf_counter() - began

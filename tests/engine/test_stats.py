@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
 from engine_runs import PROMPT, STYLES, finish, run, run_with_checkpoints
+from model_clock import ModelClock
 from tenuto_engine import Engine, GenerationOptions, SequenceState, memory_use, resume_options
 
 LoadEngine = Callable[..., Engine]
@@ -23,23 +23,6 @@ both_loops = pytest.mark.parametrize("pipelined", [False, True], ids=["synchrono
 
 def prompt_of(engine: Engine) -> list[int]:
     return engine.encode_prompt(PROMPT, raw=True)[:40]
-
-
-class Clock:
-    """A clock that stands still but for the forwards of a model, each of which takes 1 s."""
-
-    def __init__(self, engine: Engine, patched: pytest.MonkeyPatch) -> None:
-        self.now = 1000.0
-        self._model = engine._loaded.model
-        engine._loaded = replace(engine._loaded, model=self)
-        patched.setattr("tenuto_engine._sequence.time.perf_counter", lambda: self.now)
-
-    def __call__(self, *inputs: Any, **more: Any) -> Any:
-        self.now += 1
-        return self._model(*inputs, **more)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
 
 
 @both_loops
@@ -60,7 +43,8 @@ def test_the_clocks_part_at_the_first_token(
     load_engine: LoadEngine, pipelined: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = load_engine("llama", pipelined=pipelined)
-    clock = Clock(engine, monkeypatch)
+    clock = ModelClock(monkeypatch)
+    clock.drive(engine)
 
     def slow_checkpoint(live: object) -> None:
         clock.now += 100
@@ -82,7 +66,7 @@ def test_waiting_for_another_rows_prompt_is_no_prefill(
     load_engine: LoadEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = load_engine("llama", slots=2)
-    Clock(engine, monkeypatch)
+    ModelClock(monkeypatch).drive(engine)
     sequences = [
         engine.add(prompt_of(engine), GenerationOptions(**OPTIONS | {"max_tokens": 1}))
         for _ in range(2)
@@ -96,7 +80,7 @@ def test_waiting_for_another_rows_prompt_is_no_prefill(
 def test_a_prefill_that_is_cut_short_counts_to_there(
     llama: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Clock(llama, monkeypatch)
+    ModelClock(monkeypatch).drive(llama)
     sequence = llama.add(prompt_of(llama), GenerationOptions(**OPTIONS))
     llama.step()
     llama.step()

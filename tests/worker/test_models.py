@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from model_clock import ModelClock
 from model_shop import NAMES, ROW, Budget, Shop, run_job, warm
 from tenuto_client import LimitExceeded, SyncClient, unpack_worker
 from tenuto_engine import model_facts
@@ -102,6 +103,26 @@ def test_neighbours_decode_on_while_another_model_loads(shop: Shop, budget: Budg
     worker.rooms.preparer.turn()
     worker.finish()
     assert [shop.state(job) for job in (first, second)] == ["completed", "completed"]
+
+
+def test_neighbours_keep_half_their_rate_while_a_job_of_another_model_reads_its_prompt(
+    shop: Shop, budget: Budget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = shop.worker(budget(2, 2, tokens=400))
+    clock = ModelClock(monkeypatch)
+    shop.submit("a", max_tokens=300)
+    shop.submit("b", prompt=tuple(range(5, 205)), max_tokens=5)
+    for model in ("a", "b"):
+        assert worker.claim(model)
+        clock.drive(worker.engine_of(model), seconds=float)
+    talking, reading = worker.runs
+    while not talking.tokens:
+        worker.rooms.decoder.turn()
+    began, had = clock.now, len(talking.tokens)
+    while not reading.tokens:
+        worker.rooms.decoder.turn()
+    chunk = worker.engine_of("b").geometry.chunk_size
+    assert len(talking.tokens) - had >= (clock.now - began) / 2 - chunk
 
 
 def test_the_memory_of_an_unloaded_model_is_really_given_back(shop: Shop, budget: Budget) -> None:

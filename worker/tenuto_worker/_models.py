@@ -29,7 +29,7 @@ from ._run import End, EndKind, Run, Runs, end_of, stored_ids
 from ._settings import WorkerSettings
 
 if TYPE_CHECKING:
-    from tenuto_engine import Engine, MemoryUse, ModelFacts, PrefixCache
+    from tenuto_engine import Engine, MemoryUse, ModelFacts, PrefillTurn, PrefixCache
 
 # What prefill, checkpoints on their way to the disk and MLX itself take beside weights and caches.
 RESERVE: Final = 0.05
@@ -88,6 +88,7 @@ class ModelPool:
         self.loads = loads
         self.loaded_at = -math.inf
         self.prefixes: PrefixCache | None = None
+        self._turn: PrefillTurn | None = None
 
     # -- at the start ------------------------------------------------------------------
 
@@ -103,7 +104,7 @@ class ModelPool:
         Raises:
             ConfigError: none can be loaded; the message names each.
         """
-        from tenuto_engine import PrefixCache, default_budget, limit_memory
+        from tenuto_engine import PrefillTurn, PrefixCache, default_budget, limit_memory
 
         given = self._settings.memory_budget
         self.budget = default_budget() if given is None else given
@@ -113,6 +114,7 @@ class ModelPool:
             self._settings.prefixes_dir,
             int(self._settings.prefix_disk),
         )
+        self._turn = PrefillTurn()
         self._starting = True
         feared = [each for each in self._hosted.values() if each.name in self.loads.deaths]
         for hosted in self._hosted.values():
@@ -368,6 +370,7 @@ class ModelPool:
                 pipelined=self._settings.pipelined,
                 hash_cache=self._settings.data_dir / "model-hashes.json",
                 prefix_cache=self.prefixes,
+                prefill_turn=self._turn,
                 kv_scheme=self._settings.kv_schemes.get(hosted.name),
             )
             assert engine.geometry is not None
