@@ -82,6 +82,10 @@ bench: $(READY) ## Tokens a second of the whole path, against bare mlx-lm; then 
 bench-checkpoints: $(READY) ## What checkpoints cost, and how quickly they are read back
 	$(BIN)/python tests/bench/checkpoints.py $(ARGS)
 
+.PHONY: bench-features
+bench-features: $(READY) ## What each feature of the engine costs a token, against the plain loop
+	$(BIN)/python tests/bench/features.py $(ARGS)
+
 .PHONY: bench-kv
 bench-kv: $(READY) ## Tokens a second with quantized KV, against full precision
 	$(BIN)/python tests/bench/kv_schemes.py $(ARGS)

@@ -17,13 +17,15 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tenuto_engine import _model, _prompt
 from tenuto_engine._admission import admit
 from tenuto_engine._checkpoint import Checkpoint
+from tenuto_engine._compiled import CompiledForward, check_compiles, check_plain
 from tenuto_engine._decode import (
+    Forward,
     catch_up_step,
     pipelined_step,
     synchronous_step,
     take_published,
 )
-from tenuto_engine._errors import InvalidOption, UnsupportedScheme
+from tenuto_engine._errors import InvalidOption, ModelLoadError, UnsupportedScheme
 from tenuto_engine._fs import StrPath
 from tenuto_engine._generation import Generation
 from tenuto_engine._geometry import DECODE_WIDTH, Geometry, default_chunk, geometry_of
@@ -59,6 +61,7 @@ class Engine:
         prefix_cache: PrefixCache | None = None,
         kv_scheme: KVScheme | None = None,
         prefill_turn: PrefillTurn | None = None,
+        compiled: bool = False,
     ) -> None:
         self._loaded = loaded
         self._prefix_cache = prefix_cache
@@ -71,6 +74,9 @@ class Engine:
         self._generations = weakref.WeakKeyDictionary()
         self._geometry: Geometry | None = None
         self._kv_scheme = kv_scheme
+        # Of the decode steps; a prefill calls the model itself.
+        self._forward: Forward = CompiledForward(loaded.model) if compiled else loaded.model
+        self._compiled = compiled
         self._row_cost = _cost(loaded, chunk_size, kv_scheme)
         self._hash_cache = hash_cache
         self._grammars = Grammars(loaded)
@@ -90,6 +96,7 @@ class Engine:
         prefix_cache: PrefixCache | None = None,
         kv_scheme: KVScheme | str | None = None,
         prefill_turn: PrefillTurn | None = None,
+        compiled: bool = False,
     ) -> Engine:
         """Load a model folder, or a Hugging Face repository by name.
 
@@ -110,11 +117,14 @@ class Engine:
                 None or ``none`` is full precision. Part of the geometry.
             prefill_turn: shared by engines that one thread steps in turns, so that the rows of all
                 decode at least as long as a chunk of a prompt took, whichever engine read it.
+            compiled: run decode steps through ``mx.compile``; for models whose caches are all plain
+                ones, without a ``kv_scheme``. Part of the geometry.
 
         Raises:
-            ModelLoadError: nothing usable is there. UnsupportedCache and UnsupportedScheme are of
-                those.
-            InvalidOption: ``slots`` or ``chunk_size`` is below 1, or ``kv_scheme`` is no scheme.
+            ModelLoadError: nothing usable is there, or it cannot be compiled. UnsupportedCache and
+                UnsupportedScheme are of those.
+            InvalidOption: ``slots`` or ``chunk_size`` is below 1, ``kv_scheme`` is no scheme, or is
+                there with ``compiled``.
         """
         on_gpu = mx.default_device().type == mx.DeviceType.gpu
         chunk = default_chunk() if chunk_size is None else chunk_size
@@ -126,7 +136,10 @@ class Engine:
             path_or_repo = _model.find_folder(path_or_repo)
             scheme = scheme_of(kv_scheme, path_or_repo)
             check_width(scheme, DECODE_WIDTH)
+        check_plain(scheme, compiled=compiled)
         loaded = _model.load(path_or_repo)
+        if compiled:
+            _check_compiles(loaded)
         return cls(
             loaded,
             slots=slots,
@@ -136,6 +149,7 @@ class Engine:
             prefix_cache=prefix_cache,
             kv_scheme=scheme,
             prefill_turn=prefill_turn,
+            compiled=compiled,
         )
 
     @property
@@ -177,6 +191,7 @@ class Engine:
                 self._loaded.path,
                 width=DECODE_WIDTH,
                 chunk=self._chunk,
+                compiled=self._compiled,
                 kv_scheme=text_of(self._kv_scheme),
                 cache_file=self._hash_cache,
             )
@@ -395,10 +410,10 @@ class Engine:
         if sequence.finish_reason:
             return  # the last published token was the end
         if sequence.next_published:
-            catch_up_step(self._loaded.model, row)
+            catch_up_step(self._forward, row)
         else:
             step = pipelined_step if self._pipelines(row) else synchronous_step
-            step(self._loaded.model, row)
+            step(self._forward, row)
         sequence.go_on()
 
     def _pipelines(self, row: Row) -> bool:
@@ -438,6 +453,13 @@ def _cost(loaded: LoadedModel, chunk: int, scheme: KVScheme | None) -> RowCost:
         raise UnsupportedScheme(f"{loaded.path}: {error}") from error
     except Exception as error:
         raise _model.cannot_run(loaded.path, error) from error
+
+
+def _check_compiles(loaded: LoadedModel) -> None:
+    try:
+        check_compiles(loaded.model, loaded.make_caches)
+    except ModelLoadError as error:
+        raise ModelLoadError(f"{loaded.path}: {error}") from error
 
 
 def _begin(row: Row) -> None:

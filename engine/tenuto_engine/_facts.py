@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
 
+from tenuto_engine._compiled import check_plain
 from tenuto_engine._errors import ModelLoadError
 from tenuto_engine._fs import StrPath
 from tenuto_engine._geometry import DECODE_WIDTH, Geometry, default_chunk, geometry_of
@@ -52,11 +53,12 @@ def model_facts(
     chunk_size: int | None = None,
     hash_cache: StrPath | None = None,
     kv_scheme: KVScheme | str | None = None,
+    compiled: bool = False,
 ) -> ModelFacts:
     """Look at a model folder, or at a Hugging Face repository by name, which is fetched.
 
     Args:
-        chunk_size, hash_cache, kv_scheme: as of ``Engine.load``.
+        chunk_size, hash_cache, kv_scheme, compiled: as of ``Engine.load``.
 
     Raises:
         ModelLoadError: it cannot be loaded, as far as this tells: a file is missing, cut
@@ -69,15 +71,22 @@ def model_facts(
     cache_file = None if hash_cache is None else Path(hash_cache)
     scheme = scheme_of(kv_scheme, folder)
     check_width(scheme, DECODE_WIDTH)
+    check_plain(scheme, compiled=compiled)
     geometry = geometry_of(
         folder,
         width=DECODE_WIDTH,
         chunk=chunk,
+        compiled=compiled,
         kv_scheme=text_of(scheme),
         cache_file=cache_file,
     )
     sizes = sizes_of(
-        folder, chunk, fingerprint=geometry.fingerprint, cache_file=cache_file, scheme=scheme
+        folder,
+        chunk,
+        fingerprint=geometry.fingerprint,
+        cache_file=cache_file,
+        scheme=scheme,
+        compiled=compiled,
     )
     return ModelFacts(
         folder=folder,

@@ -15,7 +15,8 @@ from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
-from tenuto_engine._errors import UnsupportedScheme
+from tenuto_engine._compiled import check_compiles
+from tenuto_engine._errors import ModelLoadError
 from tenuto_engine._kv_scheme import KVScheme
 from tenuto_engine._model import bytes_of
 from tenuto_engine._remembered import read_remembered, write_remembered
@@ -86,6 +87,7 @@ def sizes_of(
     fingerprint: str,
     cache_file: Path | None,
     scheme: KVScheme | None = None,
+    compiled: bool = False,
 ) -> Sizes | None:
     """The sizes of the model in ``folder``; None where it cannot be built or run, which a load then
     tells.
@@ -94,18 +96,19 @@ def sizes_of(
         chunk: tokens of a prefill chunk.
         fingerprint: of its geometry, under which ``cache_file`` remembers them.
         scheme: how its KV is quantized.
+        compiled: whether its decode steps are compiled.
 
     Raises:
-        UnsupportedScheme: it cannot be.
+        ModelLoadError: one of these cannot be; ``UnsupportedScheme`` is of those.
     """
     key = _KEY + fingerprint
     known = Sizes.unpack(read_remembered(cache_file).get(key))
     if known is not None:
         return known
     try:
-        measured = _measure(folder, chunk, scheme)
-    except UnsupportedScheme as error:
-        raise UnsupportedScheme(f"{folder}: {error}") from error
+        measured = _measure(folder, chunk, scheme, compiled=compiled)
+    except ModelLoadError as error:
+        raise type(error)(f"{folder}: {error}") from error
     except Exception:  # noqa: BLE001 - any code of mlx-lm's models may run here
         return None
     if cache_file is not None:
@@ -113,10 +116,12 @@ def sizes_of(
     return measured
 
 
-def _measure(folder: Path, chunk: int, scheme: KVScheme | None) -> Sizes:
+def _measure(folder: Path, chunk: int, scheme: KVScheme | None, *, compiled: bool) -> Sizes:
     model, _ = load_model(folder, lazy=True)
     weights = bytes_of(model)
     hollow(model)
+    if compiled:
+        check_compiles(model, lambda: make_prompt_cache(model))
     return Sizes(weights, row_cost(model, lambda: make_prompt_cache(model), chunk, scheme))
 
 

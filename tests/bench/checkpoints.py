@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ from bench.checkpoint_resume import (  # noqa: E402
     measure_resume,
 )
 from bench.checkpoint_runs import Runs, measure_runs  # noqa: E402
-from bench.figures import machine  # noqa: E402
+from bench.figures import machine, versioned_machine  # noqa: E402
 from tenuto_engine import Engine  # noqa: E402
 from tenuto_engine._geometry import CHUNK_CPU, CHUNK_GPU  # noqa: E402
 
@@ -150,17 +149,11 @@ def main() -> int:
     if args.json:
         print(json.dumps({"type": "checkpoints", "machine": machine(), **asdict(figures)}))
     else:
-        print("\n".join([f"\n{_machine()}", *map(str, made), "", *map(str, goals)]))
+        print("\n".join([f"\n{versioned_machine()}", *map(str, made), "", *map(str, goals)]))
     if args.write:
         for table in made:
-            table.write(REPORT, _machine(), time.strftime("%Y-%m-%d"))
+            table.write(REPORT, versioned_machine(), time.strftime("%Y-%m-%d"))
     return 0
-
-
-def _machine() -> str:
-    known = machine()
-    where = f"{known['device']}, {known['cores']} cores, {known['system']}"
-    return f"{where}, mlx {version('mlx')}, mlx-lm {version('mlx-lm')}"
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

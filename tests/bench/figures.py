@@ -144,6 +144,13 @@ def machine() -> dict[str, Any]:
     }
 
 
+def versioned_machine() -> str:
+    """The same in one cell, with the versions of what computes."""
+    known = machine()
+    where = f"{known['device']}, {known['cores']} cores, {known['system']}"
+    return f"{where}, mlx {version('mlx')}, mlx-lm {version('mlx-lm')}"
+
+
 def describe(facts: dict[str, Any]) -> str:
     """The figures for people."""
     machine, cpu = facts["machine"], facts["cpu_ratio"]

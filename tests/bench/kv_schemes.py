@@ -17,14 +17,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from bench.checkpoint_report import Table  # noqa: E402
-from bench.figures import lower_bound, machine  # noqa: E402
+from bench.figures import lower_bound, versioned_machine  # noqa: E402
 from tenuto_engine import Engine, GenerationOptions  # noqa: E402
 from tiny_models import build_tiny_model  # noqa: E402
 
@@ -114,14 +113,8 @@ def main() -> int:
     table = table_of(Path(args.model).name, schemes, rounds, args.tokens)
     print(table)
     if args.write:
-        table.write(REPORT, _machine(), time.strftime("%Y-%m-%d"))
+        table.write(REPORT, versioned_machine(), time.strftime("%Y-%m-%d"))
     return 0
-
-
-def _machine() -> str:
-    known = machine()
-    where = f"{known['device']}, {known['cores']} cores, {known['system']}"
-    return f"{where}, mlx {version('mlx')}, mlx-lm {version('mlx-lm')}"
 
 
 def _model(name: str, folder: Path) -> Path:

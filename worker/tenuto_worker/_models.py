@@ -335,6 +335,7 @@ class ModelPool:
                 chunk_size=self._settings.chunk_size,
                 hash_cache=self._settings.data_dir / "model-hashes.json",
                 kv_scheme=self._settings.kv_schemes.get(hosted.name),
+                compiled=hosted.name in self._settings.compiled,
             )
         except EngineError as error:
             self._failed(hosted, str(error))
@@ -372,6 +373,7 @@ class ModelPool:
                 prefix_cache=self.prefixes,
                 prefill_turn=self._turn,
                 kv_scheme=self._settings.kv_schemes.get(hosted.name),
+                compiled=hosted.name in self._settings.compiled,
             )
             assert engine.geometry is not None
         except Exception as error:  # noqa: BLE001 - one model's trouble; the others go on

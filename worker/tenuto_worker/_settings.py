@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -41,6 +41,7 @@ class WorkerSettings:
         pipelined: decode ahead of the host; None lets the engine choose by device.
         kv_schemes: name of a model -> the text of the scheme by which its KV is quantized; others
             have full precision.
+        compiled: names of the models whose decode steps are compiled.
         max_prompt, max_tokens: a job with more is left to other workers; None is no limit.
         disk_budget: bytes that checkpoints may take; infinite is no limit, None is what they take
             and four fifths of what is free.
@@ -91,6 +92,7 @@ class WorkerSettings:
     chunk_size: int | None = None
     pipelined: bool | None = None
     kv_schemes: Mapping[str, str] = field(default_factory=dict)
+    compiled: Sequence[str] = ()
     max_prompt: int | None = None
     max_tokens: int | None = None
     disk_budget: float | None = None
@@ -126,6 +128,9 @@ class WorkerSettings:
     def __post_init__(self) -> None:
         if not self.models:
             raise ConfigError("--model", "no model is given", hint="--model NAME=PATH_OR_REPO")
+        for name in self.compiled:
+            if name in self.kv_schemes:
+                raise ConfigError(f"--compiled {name}", "cannot be with --kv of the same model")
         _at_least("--slots", self.slots, 1)
         _at_least("--checkpoint-every", self.checkpoint_every_tokens, 1)
         _at_least("--checkpoint-seconds", self.checkpoint_every_seconds, 0.0)

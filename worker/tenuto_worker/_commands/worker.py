@@ -155,6 +155,11 @@ _KNOBS: Final = (
     ),
 )
 
+_COMPILED: Final = (
+    "run the decode steps of this model through mx.compile, where `make bench-features` shows that "
+    "it pays; not with --kv, and only where all caches are plain ones; may be repeated (none)"
+)
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments."""
@@ -172,6 +177,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
             knob.flag, dest=knob.name, type=_typed(knob), metavar=knob.metavar, help=knob.help
         )
     _kv_flags.configure(parser)
+    parser.add_argument("--compiled", action="append", metavar="NAME", help=_COMPILED)
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
@@ -219,7 +225,20 @@ def _values(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, A
         if value is not None:
             values[knob.name] = value
     values["kv_schemes"] = _kv_flags.kv_schemes(args, environ, values["models"])
+    values["compiled"] = _compiled(args, environ, values["models"])
     return values
+
+
+def _compiled(
+    args: argparse.Namespace, environ: Mapping[str, str], models: Mapping[str, str]
+) -> tuple[str, ...]:
+    subject, given = "--compiled", args.compiled
+    if given is None:
+        subject, given = "TENUTO_COMPILED", environ.get("TENUTO_COMPILED", "").split()
+    for name in given:
+        if name not in models:
+            raise ConfigError(subject, f"no --model is named {name!r}")
+    return tuple(dict.fromkeys(given))
 
 
 def _from_environment(knob: _Knob, environ: Mapping[str, str]) -> Any:
