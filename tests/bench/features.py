@@ -24,6 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import mlx.core as mx
+
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
@@ -251,11 +253,12 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=257)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--bf16", action="store_true", help="of HIDDENxLAYERS: not in float32")
     parser.add_argument("--only", help="these features, by commas (all)")
     parser.add_argument("--write", action="store_true", help="put the rows into BENCHMARKS.md")
     args = parser.parse_args()
     names = list(FEATURES) if args.only is None else ["plain", *args.only.split(",")]
-    with _model(args.model, args.context + args.tokens) as (name, folder):
+    with _model(args.model, bf16=args.bf16) as (name, folder):
         bench = Bench(load(folder), names, args.context)
         rounds: list[dict[str, Any]] = []
         for _ in range(args.rounds):
@@ -269,7 +272,7 @@ def main() -> int:
 
 
 @contextmanager
-def _model(name: str, tokens: int) -> Iterator[tuple[str, Path]]:
+def _model(name: str, *, bf16: bool) -> Iterator[tuple[str, Path]]:
     with tempfile.TemporaryDirectory(prefix="tenuto-bench-") as kept:
         folder = Path(kept)
         if name == "tiny":
@@ -280,14 +283,21 @@ def _model(name: str, tokens: int) -> Iterator[tuple[str, Path]]:
             yield "SmolLM2 135M, 4 bits", convert(locate(), folder / "smollm2")
         elif name.replace("x", "", 1).isdigit():
             size = ModelSize(*map(int, name.split("x")))
-            yield size.name, build_model(folder / "model", size, context=max(tokens, 2**17))
+            built = build_model(folder / "model", size, context=2**17)
+            if bf16:
+                _round_weights(built / "model.safetensors")
+            yield f"{size.name}{', bf16' * bf16}", built
         else:
             yield Path(name).name, Path(name)
 
 
-def _on_gpu() -> bool:
-    import mlx.core as mx
+def _round_weights(path: Path) -> None:
+    weights: Any = mx.load(str(path))
+    rounded = {name: array.astype(mx.bfloat16) for name, array in weights.items()}
+    mx.save_safetensors(str(path), rounded, metadata={"format": "mlx"})
 
+
+def _on_gpu() -> bool:
     return bool(mx.default_device().type == mx.DeviceType.gpu)
 
 
