@@ -37,6 +37,7 @@ from tenuto_engine import (  # noqa: E402
     CheckpointWriter,
     Engine,
     GenerationOptions,
+    Prefix,
     PrefixCache,
     Token,
     opentelemetry_spans,
@@ -113,6 +114,8 @@ class Row:
         self._sequence = engine.add(prompt, GenerationOptions(**options))
         while len(self._sequence.tokens) < WARM_UP:
             engine.step()
+            if self._sequence.error is not None:
+                raise self._sequence.error
         self.seconds = 0.0
         self.stepped = 0
 
@@ -197,14 +200,14 @@ class Bench:
             row.step()
         alone = row.speed
         chunk = engine.geometry.chunk_size
-        prompt = [3 + place % 50 for place in range(6 * chunk)]
-        reading = engine.add(prompt, GenerationOptions(**options))
+        prompt = [3 + place % 50 for place in range(8 * chunk)]
+        reading = engine.add(prompt, GenerationOptions(**options, prefix=Prefix()))
         talking = row._sequence
-        # From the end of a chunk to that of the last one there is a chunk to each decoding.
+        # From the end of the first chunk to that of another one, each has its time of decoding.
         while not reading.prefill_done:
             engine.step()
         before, began = talking.emitted, time.perf_counter()
-        while not reading.emitted:
+        while reading.prefill_done < 7 * chunk:
             engine.step()
         beside = (talking.emitted - before) / (time.perf_counter() - began)
         row.close()

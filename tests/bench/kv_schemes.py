@@ -42,7 +42,8 @@ class Row:
         self._sequence = engine.add(prompt, options)
         while len(self._sequence.tokens) < WARM_UP:
             engine.step()
-        assert self._sequence.error is None
+            if self._sequence.error is not None:
+                raise self._sequence.error
         [row] = engine._slots.rows
         self.nbytes: int = sum(cache.nbytes for cache in row.caches)
 
