@@ -19,6 +19,7 @@ from tenuto_engine._admission import admit
 from tenuto_engine._checkpoint import Checkpoint
 from tenuto_engine._decode import (
     catch_up_step,
+    jump_step,
     pipelined_step,
     synchronous_step,
     take_published,
@@ -388,7 +389,9 @@ class Engine:
         sequence = row.sequence
         if sequence.finish_reason:
             return  # the last published token was the end
-        if sequence.next_published:
+        if sequence.options.jump_forward:
+            jump_step(self._loaded.model, row)
+        elif sequence.next_published:
             catch_up_step(self._loaded.model, row)
         else:
             step = pipelined_step if self._pipelines(row) else synchronous_step
