@@ -12,7 +12,6 @@ from typing import Final
 
 import mlx.core as mx
 
-from tenuto_engine._caches import settle_after_prefill
 from tenuto_engine._logits import likeliest, log_softmax, only_allowed
 from tenuto_engine._sequence import Drawn
 from tenuto_engine._slots import Pending, Row, async_eval
@@ -190,9 +189,6 @@ def _advance_span(model: Forward, row: Row) -> None:
     logits = model(span[None], cache=row.caches)[:, -1, :]
     row.position += len(ids)
     _sample(row, logits, len(ids))
-    if len(ids) > 1:
-        # As a prefill, it leaves buffers that a restored run would have otherwise.
-        settle_after_prefill(row.caches)
 
 
 def take_published(row: Row, *, drawn_like_it: bool = True) -> None:

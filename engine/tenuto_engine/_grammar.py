@@ -38,9 +38,7 @@ class Grammar:
         vocab_size: ids from here on are none of the model's.
     """
 
-    def __init__(
-        self, source: Mapping[str, Any], vocabulary: LLTokenizer, vocab_size: int
-    ) -> None:
+    def __init__(self, source: Mapping[str, Any], vocabulary: LLTokenizer, vocab_size: int) -> None:
         """Compile; raises ``InvalidOption`` with the parser's reason."""
         from llguidance import LLMatcher, LLParserLimits
 

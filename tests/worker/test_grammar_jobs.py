@@ -76,6 +76,49 @@ def test_what_a_dead_worker_began_another_ends_bit_for_bit(
         assert (end_of(jobs, each).finish_reason, end_of(jobs, each).exactness) == ("stop", "exact")
 
 
+@pytest.mark.parametrize("tokens", [3, 9, 16])
+def test_jumped_tokens_are_marked_and_what_a_dead_worker_began_another_ends_bit_for_bit(
+    jobs: JobQueue, start: Start, tokens: int
+) -> None:
+    asked = OPTIONS | {"grammar": GRAMMARS["json_schema"], "jump_forward": True, "logprobs": 0}
+    job, whole = (jobs.submit(**asked) for _ in range(2))
+    first = start(slots=1)
+    first.claim()
+    while len(first.run.tokens) < tokens:
+        first.decode(1)
+    # The stream ends in the middle of a span where one comes last.
+    del first.run.tokens[tokens:]
+    first.publish()
+    first.save()
+    jobs.lose_lease(job)
+    jobs.scripts.take_back(job, "host-dir-0")
+    other = start(name="host-dir-1")
+    other.claim()
+    other.claim()
+    other.finish()
+    expected = jobs.tokens(whole)
+    assert jobs.tokens(job) == expected
+    assert expected[tokens].jumped == (tokens != 16)
+    assert sum(token.jumped for token in expected) > 10
+    assert all(token.logprob == 0.0 for token in expected if token.jumped)
+    for each in (job, whole):
+        assert_matches("json_schema", text_of(jobs, each))
+        assert (end_of(jobs, each).finish_reason, end_of(jobs, each).exactness) == ("stop", "exact")
+
+
+def test_a_spec_that_jumps_without_a_grammar_fails_by_name(jobs: JobQueue, start: Start) -> None:
+    worker = start()
+    plain, counted = (
+        jobs.submit(jump_forward=True, **more)
+        for more in ({}, OPTIONS | {"grammar": GRAMMARS["regex"]})
+    )
+    assert worker.claim()
+    assert worker.claim()
+    worker.finish()
+    assert (end_of(jobs, plain).error or "").startswith("jump_forward: needs a grammar")
+    assert (end_of(jobs, counted).error or "").startswith("jump_forward: cannot be with logprobs")
+
+
 def test_the_preparer_compiles_so_that_rows_need_not_wait(jobs: JobQueue, start: Start) -> None:
     worker = start()
     jobs.submit(grammar={"regex": "[ab]{3}"}, **OPTIONS)
