@@ -23,8 +23,8 @@ Forward = Callable[..., mx.array]
 _CLEAR_EVERY = 256
 
 MOST_JUMPED: Final = 31
-"""Tokens that one forward takes along behind the one that was drawn; it is part of what decides
-the bits of a job that jumps."""
+"""Tokens that one forward takes along behind the one that was drawn: no more than a chunk, whose
+memory a row counts. It is part of what decides the bits of a job that jumps."""
 
 
 def draw(row: Row, logits: mx.array) -> Pending:
