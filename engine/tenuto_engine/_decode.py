@@ -1,8 +1,9 @@
 """One decode step of a row: forward, logits, sample.
 
-``advance`` is the only place where a generated token is forwarded. The synchronous and the
-pipelined loop and the catch-up call it on the same arrays in the same order, so they give
-the same bits; they differ only in when the host reads the result.
+A generated token is forwarded by ``advance`` alone. The synchronous and the pipelined loop and the
+catch-up call it on the same arrays in the same order, so they give the same bits; they differ only
+in when the host reads the result. A row that jumps over forced tokens takes another step,
+``jump_step``, which is the same one in both loops and in a catch-up.
 """
 
 from __future__ import annotations

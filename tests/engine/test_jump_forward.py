@@ -175,6 +175,21 @@ def test_a_forced_token_that_ends_the_run_is_drawn(llama: Engine) -> None:
     assert [token.jumped for token in done.tokens] == [False, True, False, True, True, False]
 
 
+def test_what_is_forced_can_be_matched(llama: Engine) -> None:
+    """llguidance says of an end that it has to follow, and does not take it."""
+    vocabulary = tiny_vocabulary()
+    compiled = llama.compile_grammar({"lark": 'start: "AB" /[xy]/ "AB" <|end|>'})
+    tokens = [Token(vocabulary[each], n, each, 0.0) for n, each in enumerate("ABxAB", 1)]
+    for count in range(6):
+        state = compiled.begin()
+        forced = state.forced(tokens, count)
+        assert forced == [vocabulary[each] for each in {3: "AB", 4: "B"}.get(count, "AB"[count:])]
+        # Asking changes nothing.
+        assert state.forced(tokens, count) == forced
+        alone = compiled.begin().allowed(tokens, count, llama.vocab_size)
+        assert (state.allowed(tokens, count, llama.vocab_size) == alone).all()
+
+
 def test_ids_that_the_model_lacks_are_not_forced(load_engine: LoadEngine) -> None:
     """The tokenizer has a token for `na`, and the model has none of that id: as without jumping,
     that fails by name."""
