@@ -190,6 +190,20 @@ def test_what_is_forced_can_be_matched(llama: Engine) -> None:
         assert (state.allowed(tokens, count, llama.vocab_size) == alone).all()
 
 
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_what_is_forced_is_a_function_of_the_tokens_matched(llama: Engine, name: str) -> None:
+    compiled = llama.compile_grammar(GRAMMARS[name])
+    for seed in range(3):
+        done = run(llama, encode(llama), **asked(grammar=GRAMMARS[name], seed=seed))
+        stepwise, found = compiled.begin(), []
+        for count in range(len(done.tokens)):
+            forced = stepwise.forced(done.tokens, count)
+            stepwise.allowed(done.tokens, count, llama.vocab_size)
+            assert compiled.begin().forced(done.tokens, count) == forced
+            found += forced[:1] if count and done.tokens[count].jumped else []
+        assert found == [token.token for token in done.tokens if token.jumped]
+
+
 def test_ids_that_the_model_lacks_are_not_forced(load_engine: LoadEngine) -> None:
     """The tokenizer has a token for `na`, and the model has none of that id: as without jumping,
     that fails by name."""
