@@ -20,6 +20,7 @@ from tenuto_client import JobSpec, Token, pack_spec
 from tenuto_client._records import EndEvent
 from tenuto_engine._grammar import Grammar
 from tenuto_worker._checkpoints import disagreement, engine_tokens
+from tenuto_worker._remains import _best, _Copy
 from tiny_models import tiny_vocabulary
 
 Start = Callable[..., StepWorker]
@@ -139,6 +140,17 @@ def test_a_checkpoint_with_other_marks_than_the_stream_is_passed_over() -> None:
     )
     # What is pending was drawn.
     assert "its token 3 was in another forward" in problem(False, True)
+
+
+def test_a_longer_copy_with_other_marks_is_not_what_is_recovered() -> None:
+    meta: Any = None
+    marks = (False, True, True, False, False)
+    known = engine_tokens([Token(5, n, "x", 0.0, jumped=m) for n, m in enumerate(marks, 1)])
+    newest = _Copy(2, meta, tuple(known[:3]), None)
+    longer = _Copy(1, meta, tuple(known), None)
+    other = _Copy(1, meta, (*known[:2], replace(known[2], jumped=False), *known[3:]), None)
+    assert _best([longer, newest]) is longer
+    assert _best([other, newest]) is newest
 
 
 def test_a_spec_that_jumps_without_a_grammar_fails_by_name(jobs: JobQueue, start: Start) -> None:
