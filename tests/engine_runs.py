@@ -95,6 +95,7 @@ def engine_in_memory(
     head_dim: int | None = None,
     kv_scheme: KVScheme | None = None,
     pipelined: bool = False,
+    ends: frozenset[int] = frozenset(),
 ) -> Engine:
     """An engine of a model that has no folder; the tokenizer is that of `other`."""
     loaded = LoadedModel(
@@ -104,7 +105,7 @@ def engine_in_memory(
         config={},
         vocab_size=VOCABULARY,
         context_length=4096,
-        eos_token_ids=frozenset(),
+        eos_token_ids=ends,
     )
     engine = Engine(
         loaded,

@@ -63,7 +63,8 @@ class Run(NamedTuple):
 
     def _token(self, index: int) -> Token:
         token = 100 + index + 1000 * self.salts[len(PROMPT) + index - 1]
-        return Token(token, index, f"wörd{index} ", -index / 7, ((token, -index / 7), (1, -9.5)))
+        top = ((token, -index / 7), (1, -9.5))
+        return Token(token, index, f"wörd{index} ", -index / 7, top, jumped=index % 4 == 3)
 
     def slice(self, leaf: int, array: int, start: int, stop: int) -> Bits:
         """Positions of a positional array, ``[1, 2, stop - start, 3]``."""

@@ -52,6 +52,16 @@ def check_alone(*, ignore_eos: bool, min_tokens: int) -> None:
         raise InvalidRequest("min_tokens", "cannot be with a grammar, which says where to end")
 
 
+def check_jump_forward(*, grammar: Mapping[str, Any] | None, logprobs: int) -> None:
+    """Raise `InvalidRequest` for what `jump_forward` does not go with, or not without."""
+    if grammar is None:
+        raise InvalidRequest("jump_forward", "needs a grammar, which forces the tokens")
+    if logprobs:
+        raise InvalidRequest(
+            "jump_forward", "cannot be with logprobs: nothing is drawn where a token is forced"
+        )
+
+
 def pack_grammar(grammar: Mapping[str, Any]) -> dict[str, str]:
     """The packed form of a checked grammar."""
     ((kind, content),) = grammar.items()

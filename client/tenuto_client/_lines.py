@@ -124,6 +124,7 @@ def _token(token: Token) -> dict[str, Any]:
         "text": token.text,
         "logprob": _number(token.logprob),
         "top_logprobs": [[each, _number(logprob)] for each, logprob in token.top_logprobs],
+        **_present(jumped=token.jumped or None),
     }
 
 

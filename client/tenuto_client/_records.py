@@ -45,6 +45,8 @@ class Token:
         logprob: natural log of its probability, after logits processors, before temperature
             and filters.
         top_logprobs: the most probable tokens with theirs, as many as were asked for.
+        jumped: whether the grammar forced it, so that nothing was drawn (`jump_forward`); its
+            logprob is 0.0 then.
     """
 
     token: int
@@ -52,6 +54,7 @@ class Token:
     text: str
     logprob: float
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    jumped: bool = False
 
 
 @dataclass(frozen=True, slots=True)

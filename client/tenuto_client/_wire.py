@@ -6,6 +6,7 @@ An entry has one field. `t` holds tokens, under the id `<last index>-0`; `e` hol
     t: {v: 1, a: first index, i: [token ids], x: [texts], l: [logprobs], k: [[[id, logprob]...]...]}
        `k` (the top logprobs) is absent when none were asked for. Floats are IEEE single precision,
        which is what the engine computes in, so they come back with the same bits.
+       `j` are the places in the entry, from 0, of tokens that jumped; it is absent where none did.
     e: {v: 1, type: "state" | "end", state, epoch, at, ...}
        An end has `usage`, and `stats` where the worker that ended the job told them (`JobStats`).
 """
@@ -42,6 +43,8 @@ def pack_tokens(tokens: Sequence[Token]) -> bytes:
     }
     if any(t.top_logprobs for t in tokens):
         body["k"] = [t.top_logprobs for t in tokens]
+    if jumped := [place for place, t in enumerate(tokens) if t.jumped]:
+        body["j"] = jumped
     packed: bytes = msgpack.packb(body, use_single_float=True)
     return packed
 
@@ -57,6 +60,9 @@ def unpack_tokens(payload: bytes) -> list[Token]:
 
 def _tokens(body: Mapping[str, Any]) -> list[Token]:
     tops = body.get("k") or [()] * len(body["i"])
+    jumped = frozenset(body.get("j", ()))
+    if not jumped <= set(range(len(body["i"]))):
+        raise ValueError("a place that no token has")
     return [
         Token(
             token=token,
@@ -64,6 +70,7 @@ def _tokens(body: Mapping[str, Any]) -> list[Token]:
             text=text,
             logprob=logprob,
             top_logprobs=tuple((i, p) for i, p in top),
+            jumped=n in jumped,
         )
         for n, (token, text, logprob, top) in enumerate(
             zip(body["i"], body["x"], body["l"], tops, strict=True)

@@ -21,6 +21,7 @@ from tenuto_engine._compiled import CompiledForward, check_compiles, check_plain
 from tenuto_engine._decode import (
     Forward,
     catch_up_step,
+    jump_step,
     pipelined_step,
     synchronous_step,
     take_published,
@@ -409,7 +410,9 @@ class Engine:
         sequence = row.sequence
         if sequence.finish_reason:
             return  # the last published token was the end
-        if sequence.next_published:
+        if sequence.options.jump_forward:
+            jump_step(self._forward, row)
+        elif sequence.next_published:
             catch_up_step(self._forward, row)
         else:
             step = pipelined_step if self._pipelines(row) else synchronous_step

@@ -35,14 +35,16 @@ class Grammar:
     Attributes:
         source: what it was compiled from, one of ``json_schema``, ``regex`` and ``lark``.
         vocabulary: the tokenizer that it was compiled for.
+        vocab_size: ids from here on are none of the model's.
     """
 
-    def __init__(self, source: Mapping[str, Any], vocabulary: LLTokenizer) -> None:
+    def __init__(self, source: Mapping[str, Any], vocabulary: LLTokenizer, vocab_size: int) -> None:
         """Compile; raises ``InvalidOption`` with the parser's reason."""
         from llguidance import LLMatcher, LLParserLimits
 
         self.source = source
         self.vocabulary = vocabulary
+        self.vocab_size = vocab_size
         # Its verbose errors repeat the grammar and the text so far, and errors are logged.
         limits = LLParserLimits(verbose_errors=False)
         self._start = LLMatcher(vocabulary, _llguidance_form(source), log_level=0, limits=limits)
@@ -52,18 +54,20 @@ class Grammar:
 
     def begin(self) -> GrammarState:
         """Where a generation stands before its first token."""
-        return GrammarState(self._start.deep_copy())
+        return GrammarState(self._start.deep_copy(), self.vocab_size)
 
 
 class GrammarState:
     """Where one generation stands in its grammar: which tokens may come next.
 
     Invariant: it has matched exactly the generated tokens before the one that was drawn last,
-    those whose KV is in the row's caches when the draw is made; never the pending one.
+    those whose KV is in the row's caches when the draw is made; the pending one only just before
+    its forward, where that takes forced tokens along.
     """
 
-    def __init__(self, matcher: LLMatcher) -> None:
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
         self._matcher = matcher
+        self._vocab_size = vocab_size
         self._matched = 0
 
     def allowed(self, tokens: Ids[Token], count: int, width: int) -> NDArray[np.bool_]:
@@ -86,6 +90,24 @@ class GrammarState:
         if not allowed.any():
             raise GenerationFailed(f"grammar: no token of the model may follow token {count}")
         return allowed
+
+    def forced(self, tokens: Ids[Token], count: int) -> list[int]:
+        """The ids that have to follow the first `count` of `tokens`, as the tokenizer would cut
+        the text; it may be none. They are not matched yet.
+
+        Raises:
+            ResumeMismatch, GenerationFailed: as ``allowed``.
+        """
+        self._match(tokens, count)
+        found: list[int] = self._matcher.compute_ff_tokens()
+        self._require_sound()
+        if not found:
+            return found
+        # Some tokenizers have ids that their models lack.
+        beyond = (place for place, each in enumerate(found) if each >= self._vocab_size)
+        found = found[: next(beyond, len(found))]
+        # What it says has to follow, it may not accept: an end, in some grammars.
+        return found[: self._matcher.deep_copy().try_consume_tokens(found)]
 
     def is_whole_with(self, tokens: Ids[Token], last: int) -> bool:
         """Whether nothing but an end may follow all `tokens` and `last`."""

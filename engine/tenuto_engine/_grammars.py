@@ -47,7 +47,7 @@ class Grammars:
         with self._lock:
             found = self._kept.get(key)
             if found is None:
-                found = self._kept[key] = Grammar(source, self._wrapped())
+                found = self._kept[key] = Grammar(source, self._wrapped(), self._loaded.vocab_size)
             self._kept.move_to_end(key)
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)

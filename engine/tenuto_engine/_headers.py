@@ -258,7 +258,8 @@ def _layouts_to_lists(layouts: Sequence[Layout]) -> tuple[list[object], list[obj
 
 
 def _token_to_list(token: Token) -> list[object]:
-    return [token.token, token.index, token.text, *_logprobs(token.logprob, token.top_logprobs)]
+    fields = [token.token, token.index, token.text, *_logprobs(token.logprob, token.top_logprobs)]
+    return [*fields, True] if token.jumped else fields
 
 
 def _pending_to_list(commit: Commit) -> list[object] | None:

@@ -58,7 +58,7 @@ class LogitsProcessors:
         self._recent = mx.array(recent, dtype=mx.uint32)
 
     def see(self, token: mx.array) -> None:
-        """Note `token`, uint32 `[1]`, as the newest of the sequence."""
+        """Note `token`, uint32 `[1]`, as the newest of the sequence; or several, in order."""
         if self._reach:
             self._recent = mx.concatenate([self._recent, token])[-self._reach :]
 

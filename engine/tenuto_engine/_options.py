@@ -69,6 +69,9 @@ class GenerationOptions:
             a bool), ``regex`` and ``lark`` (strings), or what ``Engine.compile_grammar`` made of
             one. The model's own end tokens are drawn only where it is complete, so that all of the
             text matches it unless ``max_tokens`` or a stop comes first.
+        jump_forward: let the tokens that the grammar forces go through the model together with
+            the token before them, in one forward. They are marked ``jumped``. Needs a grammar,
+            and goes with no ``logprobs``.
 
     Checkpoints:
         checkpoint_every_tokens, checkpoint_every_seconds: whichever comes first; None is off.
@@ -124,6 +127,7 @@ class GenerationOptions:
     frequency_penalty: float = 0.0
     frequency_context_size: int = 20
     grammar: Mapping[str, Any] | Grammar | None = None
+    jump_forward: bool = False
     checkpoint_every_tokens: int | None = 256
     checkpoint_every_seconds: float | None = 2.0
     on_decode_checkpoint: Callable[[LiveCheckpoint], object] | None = None
@@ -148,6 +152,7 @@ class GenerationOptions:
         _check_ends(self)
         _check_penalties(self)
         _check_grammar(self)
+        _check_jump_forward(self)
         _check_checkpoints(self)
         _check_resume(self)
 
@@ -231,6 +236,19 @@ def _check_grammar(options: GenerationOptions) -> None:
     # Callers without a type checker pass anything.
     if not isinstance(grammar, Grammar):
         raise InvalidOption("grammar", f"must be a mapping, is {described(grammar)}")
+
+
+def _check_jump_forward(options: GenerationOptions) -> None:
+    if not isinstance(options.jump_forward, bool):
+        raise InvalidOption("jump_forward", "must be true or false")
+    if not options.jump_forward:
+        return
+    if options.grammar is None:
+        raise InvalidOption("jump_forward", "needs a grammar, which forces the tokens")
+    if options.logprobs:
+        raise InvalidOption(
+            "jump_forward", "cannot be with logprobs: nothing is drawn where a token is forced"
+        )
 
 
 def checked_grammar(grammar: Mapping[str, Any]) -> dict[str, Any]:

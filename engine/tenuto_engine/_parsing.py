@@ -200,10 +200,14 @@ def _parse_tokens(entries: object, first: int) -> tuple[Token, ...]:
 
 
 def _parse_token(entry: Any, expected: int) -> Token:
-    token, index, text, logprob, top = entry
+    token, index, text, logprob, top, *jumped = entry
     _require(type(index) is int and index == expected, "tokens are not numbered one by one")
     _require(type(logprob) is float, "a token has no logprob")
-    return Token(_token_id(token), index, _string(text, "text"), logprob, _parse_top(top))
+    # The mark stands with those tokens alone that have it.
+    _require(not jumped or (len(jumped) == 1 and jumped[0] is True), "its mark is none")
+    return Token(
+        _token_id(token), index, _string(text, "text"), logprob, _parse_top(top), bool(jumped)
+    )
 
 
 def _parse_pending(

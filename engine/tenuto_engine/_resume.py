@@ -88,13 +88,26 @@ def _check_room(options: GenerationOptions, covered: int) -> None:
 
 
 def _check_agreement(checkpoint: Checkpoint | LiveCheckpoint, published: Ids[Token]) -> None:
+    hint = "use an older checkpoint, or replay from the prompt"
     for own, other in zip(checkpoint.generated, published, strict=False):
         if (own.index, own.token) != (other.index, other.token):
             raise ResumeMismatch(
                 f"token {own.index} is {own.token} in the checkpoint, but {other.token} "
                 "was published",
-                hint="use an older checkpoint, or replay from the prompt",
+                hint=hint,
             )
+        if own.jumped != other.jumped:
+            raise ResumeMismatch(
+                f"token {own.index} was in another forward in the checkpoint than it was published",
+                hint=hint,
+            )
+    after = published[checkpoint.generated_tokens :]
+    if after and after[0].jumped and checkpoint.pending_token is not None:
+        raise ResumeMismatch(
+            f"the checkpoint ends before token {after[0].index}, which was in the forward of the "
+            "token before it",
+            hint=hint,
+        )
 
 
 def _tokens(checkpoint: Checkpoint | LiveCheckpoint, prompt_tokens: Ids[int] | None) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -72,6 +72,7 @@ class GenerationStats:
         prefilled_tokens: prompt tokens that this run read.
         decoded_tokens: tokens that this run decoded, those of a catch-up included. The first
             one of a prefill, and one that a checkpoint knew already, are not.
+        jumped_tokens: those among them that a grammar forced into the forward of another.
         peak_memory: bytes that MLX had in arrays at most while the generation had its slot.
             They are the whole process's: weights and other rows included.
     """
@@ -89,6 +90,7 @@ class GenerationStats:
     checkpoint_errors: int = 0
     prefilled_tokens: int = 0
     decoded_tokens: int = 0
+    jumped_tokens: int = 0
     peak_memory: int = 0
 
     @property
@@ -103,11 +105,20 @@ class GenerationStats:
 
 
 class Drawn(NamedTuple):
-    """A sampled token as the host reads it: id, logprob, likeliest ids with logprobs."""
+    """A sampled token as the host reads it: id, logprob, likeliest ids with logprobs.
+
+    One that a grammar forced into the forward of the token before it is ``jumped``.
+    """
 
     token: int
     logprob: float
     top_logprobs: tuple[tuple[int, float], ...]
+    jumped: bool = False
+
+    @classmethod
+    def forced(cls, token: int) -> Drawn:
+        """One that nothing was drawn for, as it was certain."""
+        return cls(token, 0.0, (), jumped=True)
 
 
 @dataclass(eq=False)
@@ -170,6 +181,12 @@ class Sequence:
             return None
         return self.options.published_tokens[self.catch_up_done]
 
+    def published_span(self) -> Iterator[Token]:
+        """The published tokens that were in one forward with the token settled last, as each comes
+        to be the next one."""
+        while (token := self.next_published) is not None and token.jumped:
+            yield token
+
     def replay(self, ids: tuple[int, ...]) -> None:
         """Rebuild text state from the generated tokens of a checkpoint, which a reader has."""
         records = self.options.initial_tokens
@@ -187,9 +204,18 @@ class Sequence:
         self._append(token)
         return token
 
-    def take_published(self, published: Token, drawn: Drawn) -> None:
-        """Settle a token that a reader has, and compare it with the one `drawn` here."""
-        if (drawn.token, drawn.logprob) != (published.token, published.logprob):
+    def take_published(self, published: Token, drawn: Drawn | None) -> bool:
+        """Settle a token that a reader has, and compare it with the one `drawn` here, if any was.
+
+        Returns:
+            Whether they are the same.
+        """
+        is_same = drawn is not None and (drawn.token, drawn.logprob, drawn.jumped) == (
+            published.token,
+            published.logprob,
+            published.jumped,
+        )
+        if not is_same:
             self.stats.divergences += 1
             self.stats.first_divergence = self.stats.first_divergence or published.index
         self._settle(Drawn(published.token, published.logprob, ()), published.index)
@@ -198,6 +224,7 @@ class Sequence:
         self.emitted = len(self.tokens)
         if self.finish_reason and self.next_published:
             raise ResumeMismatch(f"published tokens go on after the end at {published.index}")
+        return is_same
 
     def hand_out(self) -> list[Token]:
         """Return the settled tokens that no reader has, and count them as handed out."""
@@ -239,6 +266,7 @@ class Sequence:
     def _append(self, token: Token) -> None:
         # Whatever comes first was known before this run decoded anything.
         self.stats.decoded_tokens += self._decodes
+        self.stats.jumped_tokens += token.jumped
         self._decodes = True
         self.tokens.append(token)
         self.stats.generated_tokens = len(self.tokens)
@@ -257,7 +285,7 @@ class Sequence:
                 last = self._text.flush(may_stop=may_stop)
                 is_whole = last.stopped or self._is_whole_with(drawn.token)
                 self._finish("stop" if is_whole else "length", last.text)
-        return Token(drawn.token, index, text, drawn.logprob, drawn.top_logprobs)
+        return Token(drawn.token, index, text, drawn.logprob, drawn.top_logprobs, drawn.jumped)
 
     def _is_whole_with(self, last: int) -> bool:
         """Whether a grammar ends with the last token, so that nothing was cut short."""

@@ -15,6 +15,8 @@ class Token:
         text: the text that became certain with it; may be empty.
         logprob: natural log of its probability, after bias and penalties.
         top_logprobs: the likeliest ids with their logprobs, likeliest first.
+        jumped: whether the grammar forced it and it went through the model in the same forward
+            as the token before it. It was not drawn: its logprob is 0.0, as it was certain.
     """
 
     token: int
@@ -22,3 +24,4 @@ class Token:
     text: str
     logprob: float
     top_logprobs: tuple[tuple[int, float], ...] = ()
+    jumped: bool = False

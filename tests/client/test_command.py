@@ -23,7 +23,7 @@ import pytest
 
 from raw_worker import RawWorker, poll, story
 from servers import RealServer
-from tenuto_client import Keys, SubmitOptions, unpack_spec
+from tenuto_client import Keys, SubmitOptions, Token, pack_tokens, unpack_spec
 from tenuto_client._command import main
 from tenuto_client._commands import submit
 
@@ -837,6 +837,32 @@ def test_a_grammar_that_cannot_be_read_is_named(
     flags: list[str], says: str, tenuto: Tenuto
 ) -> None:
     assert says in tenuto("submit", "m", *flags, code=2).stderr
+
+
+def test_jump_forward_is_asked_for_by_a_flag(tenuto: Tenuto, raw: Any, keys: Keys) -> None:
+    pytest.importorskip("llguidance")
+    job_id = tenuto("submit", "m", "hi", "--regex", "abc", "--jump-forward").stdout.strip()
+    assert unpack_spec(raw.hget(keys.job(job_id), "spec")).jump_forward
+    job_id = tenuto("submit", "m", "hi", "--regex", "abc").stdout.strip()
+    assert not unpack_spec(raw.hget(keys.job(job_id), "spec")).jump_forward
+    said = tenuto("submit", "m", "hi", "--regex", "a", "--jump-forward", "--logprobs", "1", code=2)
+    assert "jump_forward: cannot be with logprobs" in said.stderr
+    assert "jump_forward: needs a grammar" in (
+        tenuto("submit", "m", "hi", "--jump-forward", code=2).stderr
+    )
+
+
+def test_a_token_that_jumped_says_so_and_no_other_does(tenuto: Tenuto, worker: RawWorker) -> None:
+    job_id = tenuto("submit", "m", "hi").stdout.strip()
+    attempt = worker.claim()
+    tokens = [Token(5, 1, "a", -0.5), Token(6, 2, "b", 0.0, jumped=True), Token(7, 3, "c", 0.0)]
+    attempt.call("publish", 0, 1, 3, pack_tokens(tokens))
+    attempt.finish()
+    printed = [line for line in lines(tenuto("watch", job_id, "--json")) if line["type"] == "token"]
+    (result,) = lines(tenuto("result", job_id, "--json"))
+    for found in (printed, result["tokens"]):
+        assert [each.get("jumped") for each in found] == [None, True, None]
+        assert "jumped" not in found[0]
 
 
 def test_a_grammar_that_is_not_valid_is_refused_with_the_parsers_message(tenuto: Tenuto) -> None:

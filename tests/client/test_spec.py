@@ -258,7 +258,10 @@ def test_a_spec_comes_back_from_its_packed_form(prompt: Any) -> None:
 
 def test_fields_that_came_later_are_packed_only_where_they_say_something() -> None:
     later = {"min_tokens", "xtc_probability", "xtc_threshold"}
-    plain = make_request("m", "hi", dict.fromkeys(later, 0) | {"xtc_threshold": 0.1})
+    plain = make_request(
+        "m", "hi", dict.fromkeys(later, 0) | {"xtc_threshold": 0.1, "jump_forward": False}
+    )
+    assert "jump_forward" not in msgpack.unpackb(pack_spec(plain.spec))
     assert not later & msgpack.unpackb(pack_spec(plain.spec)).keys()
     assert plain.body_hash == make_request("m", "hi", {}).body_hash
     for name in later:

@@ -17,8 +17,9 @@ from mlx_lm.models import cache as cache_module
 
 from compat import golden_v2 as golden
 from compat.golden_v2 import GOLDEN, JOB, META, NOW, PROMPT, SEED
-from tenuto_engine import CacheState, Checkpoint, CheckpointCorrupt, CheckpointStore
+from tenuto_engine import CacheState, Checkpoint, CheckpointCorrupt, CheckpointStore, Token
 from tenuto_engine._caches import rebuild, snapshot
+from tenuto_engine._headers import End, end_header
 from tenuto_engine._inventory import read_job, stored_attempts, stored_checkpoints, stored_ends
 from tenuto_engine._verify import verify_job
 
@@ -43,6 +44,13 @@ def images(caches: Sequence[CacheState]) -> list[object]:
 def load(length: int) -> Checkpoint:
     (stored,) = [each for each in stored_checkpoints(FOLDER) if each.cache_length == length]
     return stored.load()
+
+
+def test_a_token_that_jumped_has_one_element_more_and_no_other_has() -> None:
+    """Added later; the tokens of other jobs are written as they were."""
+    tokens = (Token(7, 1, "ü", -0.5, ((7, -0.5),)), Token(8, 2, "a", 0.0, jumped=True))
+    header = end_header(End({}, tokens, 0.0))
+    assert header["tokens"] == [[7, 1, "ü", -0.5, [[7, -0.5]]], [8, 2, "a", 0.0, [], True]]
 
 
 def test_the_checkpoints_of_both_attempts_are_found() -> None:

@@ -42,6 +42,11 @@ WITH_TOPS_BYTES = (
 )
 PLAIN = [Token(7, 3, "ü", -0.25)]
 PLAIN_BYTES = "85a17601a16103a1699107a17891a2c3bca16c91cabe800000"
+# Added later; no other entry changed by it.
+JUMPED = [*PLAIN, Token(8, 4, "a", 0.0, jumped=True), Token(9, 5, "b", 0.0, jumped=True)]
+JUMPED_BYTES = (
+    "86a17601a16103a16993070809a17893a2c3bca161a162a16c93cabe800000ca00000000ca00000000a16a920102"
+)
 SPEC = JobSpec(
     "org/m",
     (Message(role="user", content="hi"),),
@@ -102,7 +107,10 @@ STATE_BYTES = (
 )
 
 
-@pytest.mark.parametrize(("tokens", "packed"), [(WITH_TOPS, WITH_TOPS_BYTES), (PLAIN, PLAIN_BYTES)])
+@pytest.mark.parametrize(
+    ("tokens", "packed"),
+    [(WITH_TOPS, WITH_TOPS_BYTES), (PLAIN, PLAIN_BYTES), (JUMPED, JUMPED_BYTES)],
+)
 def test_tokens(tokens: list[Token], packed: str) -> None:
     assert pack_tokens(tokens).hex() == packed
     assert unpack_tokens(bytes.fromhex(packed)) == tokens

@@ -40,10 +40,13 @@ def make_grammar_cases(models: Models) -> tuple[Case, ...]:
         "lark": {"lark": LARK},
     }
     shared = SAMPLED | SubmitOptions(ignore_eos=False, max_tokens=300)
-    return tuple(
+    cases = tuple(
         Case(f"{kind}-{name}", kind, "Tell me.", shared | SubmitOptions(grammar=asked[name]))
         for kind, name in zip(models, asked, strict=True)
     )
+    # And one that takes what is forced in one forward, with the rings' cache.
+    jumps = shared | SubmitOptions(grammar=asked["json_schema"], jump_forward=True, logprobs=0)
+    return (*cases, Case("jumps-json_schema", "gemma3_text", "Tell me.", jumps))
 
 
 def assert_fits(name: str, outcome: Outcome) -> None:
@@ -70,6 +73,7 @@ def test_a_worker_killed_in_mid_text_changes_no_bit(
         references = perform(redis_url, undisturbed, cases)
     for name, outcome in references.items():
         assert_fits(name, outcome)
+        assert any(token.jumped for token in outcome.tokens) == name.startswith("jumps")
     total = sum(len(outcome.tokens) for outcome in references.values())
     # Apart from each other, so that each kill meets a child that decodes.
     steps = [total * part // 4 for part in (1, 2, 3)]

@@ -248,6 +248,8 @@ def test_a_lying_begin_is_refused(small: SampleLog, change: Change) -> None:
         lambda h: h.update(tokens=None),
         lambda h: h["tokens"][0].pop(),
         lambda h: h["tokens"][0].append(1),
+        lambda h: h["tokens"][0].append(False),
+        lambda h: h["tokens"][0].extend([True, True]),
         lambda h: h["tokens"].reverse(),
         lambda h: h["tokens"].pop(0),
         lambda h: h["tokens"].__setitem__(0, 7),

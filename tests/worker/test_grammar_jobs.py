@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,9 +16,11 @@ import pytest
 from grammar_samples import GRAMMARS, assert_matches
 from job_queue import JobQueue
 from step_worker import StepWorker
-from tenuto_client import JobSpec, pack_spec
+from tenuto_client import JobSpec, Token, pack_spec
 from tenuto_client._records import EndEvent
 from tenuto_engine._grammar import Grammar
+from tenuto_worker._checkpoints import disagreement, engine_tokens
+from tenuto_worker._remains import _best, _Copy
 from tiny_models import tiny_vocabulary
 
 Start = Callable[..., StepWorker]
@@ -74,6 +78,92 @@ def test_what_a_dead_worker_began_another_ends_bit_for_bit(
     for each in (job, whole):
         assert_matches(name, text_of(jobs, each))
         assert (end_of(jobs, each).finish_reason, end_of(jobs, each).exactness) == ("stop", "exact")
+
+
+@pytest.mark.parametrize("cut", ["within a span", "before a span", "behind a span"])
+def test_jumped_tokens_are_marked_and_what_a_dead_worker_began_another_ends_bit_for_bit(
+    jobs: JobQueue, start: Start, cut: str
+) -> None:
+    asked = OPTIONS | {"grammar": GRAMMARS["json_schema"], "jump_forward": True, "logprobs": 0}
+    whole = jobs.submit(**asked)
+    first = start(slots=1)
+    first.claim()
+    first.finish()
+    expected = jobs.tokens(whole)
+    assert sum(token.jumped for token in expected) > 10
+    assert all(token.logprob == 0.0 for token in expected if token.jumped)
+    # The mark of the last token that is published, and that of the next.
+    marks = {"within a span": (True, True), "before a span": (False, True)}
+    wanted = marks.get(cut, (True, False))
+    published = next(
+        token.index - 1
+        for before, token in pairwise(expected)
+        if token.index > 10 and (before.jumped, token.jumped) == wanted
+    )
+    job = jobs.submit(**asked)
+    first.claim()
+    while len(first.run.tokens) < published:
+        first.decode(1)
+    del first.run.tokens[published:]
+    first.publish()
+    first.save()
+    jobs.lose_lease(job)
+    jobs.scripts.take_back(job, "host-dir-0")
+    other = start(name="host-dir-1")
+    other.claim()
+    other.finish()
+    assert jobs.tokens(job) == expected
+    for each in (job, whole):
+        assert_matches("json_schema", text_of(jobs, each))
+        assert (end_of(jobs, each).finish_reason, end_of(jobs, each).exactness) == ("stop", "exact")
+
+
+def test_a_checkpoint_with_other_marks_than_the_stream_is_passed_over() -> None:
+    marks = (False, True, True, False)
+    stream = [Token(5 + n, n + 1, "x", 0.0, jumped=mark) for n, mark in enumerate(marks)]
+
+    def problem(*known: bool, pending: bool = True) -> str:
+        tokens = engine_tokens(stream[: len(known)])
+        stored: Any = SimpleNamespace(
+            prompt=(1, 2),
+            prompt_tokens=2,
+            seed=7,
+            pending_token=stream[len(known)].token if pending else None,
+            tokens=lambda: [replace(t, jumped=m) for t, m in zip(tokens, known, strict=True)],
+        )
+        return disagreement(stored, (1, 2), stream, 7)
+
+    assert problem(False, True, True) == ""
+    assert problem(False, True, True, False, pending=False) == ""
+    assert problem(False, True, False) == (
+        "its token 3 was in another forward than the published one"
+    )
+    # What is pending was drawn.
+    assert "its token 3 was in another forward" in problem(False, True)
+
+
+def test_a_longer_copy_with_other_marks_is_not_what_is_recovered() -> None:
+    meta: Any = None
+    marks = (False, True, True, False, False)
+    known = engine_tokens([Token(5, n, "x", 0.0, jumped=m) for n, m in enumerate(marks, 1)])
+    newest = _Copy(2, meta, tuple(known[:3]), None)
+    longer = _Copy(1, meta, tuple(known), None)
+    other = _Copy(1, meta, (*known[:2], replace(known[2], jumped=False), *known[3:]), None)
+    assert _best([longer, newest]) is longer
+    assert _best([other, newest]) is newest
+
+
+def test_a_spec_that_jumps_without_a_grammar_fails_by_name(jobs: JobQueue, start: Start) -> None:
+    worker = start()
+    plain, counted = (
+        jobs.submit(jump_forward=True, **more)
+        for more in ({}, OPTIONS | {"grammar": GRAMMARS["regex"]})
+    )
+    assert worker.claim()
+    assert worker.claim()
+    worker.finish()
+    assert (end_of(jobs, plain).error or "").startswith("jump_forward: needs a grammar")
+    assert (end_of(jobs, counted).error or "").startswith("jump_forward: cannot be with logprobs")
 
 
 def test_the_preparer_compiles_so_that_rows_need_not_wait(jobs: JobQueue, start: Start) -> None:

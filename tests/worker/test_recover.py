@@ -449,7 +449,7 @@ def test_a_long_stream_comes_back_whole_and_in_order(
     job = cancelled(jobs, worker)
     folder = worker.settings.checkpoints_dir / job
     meta = CheckpointStore(folder).ends()[0].meta
-    long = [Token(i, i, f" {i}", -i / 8, ((i, -1.0),)) for i in range(1, 10_001)]
+    long = [Token(i, i, f" {i}", -i / 8, ((i, -1.0),), i % 3 == 0) for i in range(1, 10_001)]
     store = CheckpointStore(folder, epoch=5, meta=meta)
     store.open([1, 2], 7)
     store.finish({"state": "failed", "error": "x"}, engine_tokens(long), keep_caches=True)

@@ -126,7 +126,9 @@ def engine_tokens(tokens: Sequence[Token]) -> list[EngineToken]:
     """The same tokens as the engine has them."""
     from tenuto_engine import Token as EngineToken
 
-    return [EngineToken(t.token, t.index, t.text, t.logprob, t.top_logprobs) for t in tokens]
+    return [
+        EngineToken(t.token, t.index, t.text, t.logprob, t.top_logprobs, t.jumped) for t in tokens
+    ]
 
 
 def _problem_of_base(stored: StoredCheckpoint, damages: Sequence[CheckpointCorrupt]) -> str:
@@ -161,10 +163,12 @@ def disagreement(
         return "of another prompt"
     if stored.seed != seed:
         return "of another seed"
-    own = [token.token for token in stored.tokens()]
+    own = [(token.token, token.jumped) for token in stored.tokens()]
     if stored.pending_token is not None:
-        own.append(stored.pending_token)
-    for index, (ours, token) in enumerate(zip(own, published, strict=False), 1):
+        own.append((stored.pending_token, False))
+    for index, ((ours, jumped), token) in enumerate(zip(own, published, strict=False), 1):
         if ours != token.token:
             return f"its token {index} is not the published one"
+        if jumped != token.jumped:
+            return f"its token {index} was in another forward than the published one"
     return ""

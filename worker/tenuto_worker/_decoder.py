@@ -259,7 +259,14 @@ class DecodeThread:
         run, token = row.run, event.token
         assert token.index == len(run.tokens) + 1, "the engine hands tokens out in order"
         run.tokens.append(
-            Token(token.token, token.index, token.text, token.logprob, token.top_logprobs)
+            Token(
+                token.token,
+                token.index,
+                token.text,
+                token.logprob,
+                token.top_logprobs,
+                token.jumped,
+            )
         )
         row.meter.token(token.index)
 

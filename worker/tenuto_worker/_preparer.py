@@ -406,6 +406,7 @@ def options_of(spec: JobSpec, settings: WorkerSettings) -> GenerationOptions:
         frequency_penalty=spec.frequency_penalty,
         frequency_context_size=spec.frequency_context_size,
         grammar=spec.grammar,
+        jump_forward=spec.jump_forward,
         checkpoint_every_tokens=settings.checkpoint_every_tokens,
         checkpoint_every_seconds=settings.checkpoint_every_seconds,
     )

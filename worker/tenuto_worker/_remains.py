@@ -93,7 +93,8 @@ def remains_of(folder: Path) -> Remains | None:
         meta=max(copies, key=lambda copy: copy.epoch).meta,
         epoch=newest,
         tokens=tuple(
-            Token(t.token, t.index, t.text, t.logprob, t.top_logprobs) for t in best.tokens
+            Token(t.token, t.index, t.text, t.logprob, t.top_logprobs, t.jumped)
+            for t in best.tokens
         ),
         prompt=next((copy.prompt for copy in copies if copy.prompt is not None), None),
         end=end,
@@ -111,8 +112,11 @@ def _best(copies: list[_Copy]) -> _Copy:
         return newest
     best = newest
     for copy in copies:
-        ids = [token.token for token in copy.tokens[: len(newest.tokens)]]
-        if len(copy.tokens) > len(best.tokens) and ids == [t.token for t in newest.tokens]:
+        common = copy.tokens[: len(newest.tokens)]
+        is_same = [(t.token, t.jumped) for t in common] == [
+            (t.token, t.jumped) for t in newest.tokens
+        ]
+        if len(copy.tokens) > len(best.tokens) and is_same:
             best = copy
     return best
 
