@@ -14,6 +14,8 @@ from tenuto_engine._errors import ResumeMismatch, UnsupportedScheme
 from tenuto_engine._kv_scheme import KVScheme, LayerQuantization
 from tenuto_engine._quantized_ring import QuantizedRotatingKVCache
 
+# Positions of a cache: of these there may be any number.
+_ODD: Final = 513
 _QUANTIZED: Final = {"KVCache": "QuantizedKVCache", "RotatingKVCache": "QuantizedRotatingKVCache"}
 
 
@@ -105,13 +107,15 @@ def check_possible(model: Any, caches: Sequence[Any], scheme: KVScheme) -> None:
 
 
 def probe(model: Callable[..., mx.array], caches: list[Any], scheme: KVScheme) -> None:
-    """Build, and never evaluate, forwards of several tokens and of one behind quantized caches.
+    """Build, and never evaluate, forwards of several tokens and of one behind quantized caches, and
+    evaluate what such attention does with one head.
 
     Args:
         caches: as of `check_possible`, which was passed; they are quantized here.
 
     Raises:
-        UnsupportedScheme: the model's attention does something else with what its caches give.
+        UnsupportedScheme: the model's attention does something else with what its caches give, or
+            this device has no kernels for it.
     """
     quantize_caches(caches, scheme, evaluate=False)
     try:
@@ -120,6 +124,27 @@ def probe(model: Callable[..., mx.array], caches: list[Any], scheme: KVScheme) -
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         raise _refused(scheme, f"its attention cannot read a quantized cache: {reason}") from error
+    for cache in caches:
+        for part in parts(cache):
+            if kind_name(part) in _QUANTIZED.values():
+                _try_on_device(part, scheme)
+
+
+def _try_on_device(cache: Any, scheme: KVScheme) -> None:
+    """Multiply with quantized K and V: some sizes MLX's CUDA backend lacks, and says so then."""
+    how = {"group_size": cache.group_size, "bits": cache.bits}
+    for packed, scales, _ in (cache.keys, cache.values):
+        width = packed.shape[-1] * 32 // cache.bits
+        held = mx.quantize(mx.zeros((1, 1, _ODD, width), scales.dtype), **how)
+        try:
+            for tokens in (1, 2):
+                scores = mx.zeros((1, 1, tokens, width), scales.dtype)
+                scores = mx.quantized_matmul(scores, *held, transpose=True, **how)
+                mx.eval(mx.quantized_matmul(scores, *held, transpose=False, **how))
+        except RuntimeError as error:
+            raise _refused(
+                scheme, f"this device cannot do it with heads of {width}: {error}"
+            ) from error
 
 
 def _check_attention(model: Any, scheme: KVScheme) -> None:

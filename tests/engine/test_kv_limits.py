@@ -114,13 +114,17 @@ def test_before_the_start_a_row_takes_what_a_plain_one_does() -> None:
         assert cost.of(most) <= size < cost.of(most + 1)
 
 
-def test_measuring_computes_nothing() -> None:
+@pytest.mark.parametrize(
+    ("scheme", "most"),
+    # Ids of tokens, and the counters of the caches; then what one head takes.
+    [(None, 1024), (KVScheme(bits=8), 256 * 1024)],
+)
+def test_measuring_computes_nothing_but_one_head(scheme: KVScheme | None, most: int) -> None:
     model = cache_model("llama_wide")
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    row_cost(model, lambda: fresh_caches(model), CHUNK, KVScheme(bits=8))
-    # Ids of tokens, and the counters of the caches.
-    assert mx.get_peak_memory() - before < 1024
+    row_cost(model, lambda: fresh_caches(model), CHUNK, scheme)
+    assert mx.get_peak_memory() - before < most
 
 
 def test_sizes_are_remembered_with_what_comes_before_the_start() -> None:
@@ -242,6 +246,24 @@ def test_attention_that_does_something_of_its_own_with_keys_is_refused() -> None
 
     with pytest.raises(UnsupportedScheme, match="cannot read a quantized cache: AttributeError"):
         row_cost(Own(), lambda: fresh_caches(model), CHUNK, KVScheme(bits=8))
+
+
+def test_a_device_that_lacks_a_kernel_is_noticed_at_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = build_tiny_model(tmp_path, "llama", wide=True)
+    real = mx.quantized_matmul
+
+    def as_on_cuda(x: mx.array, w: mx.array, s: mx.array, b: mx.array, **more: Any) -> mx.array:
+        if w.shape[-2] > 500:
+            raise RuntimeError("[quantized_matmul] No implementation for problem shape")
+        found: mx.array = real(x, w, s, b, **more)
+        return found
+
+    monkeypatch.setattr(mx, "quantized_matmul", as_on_cuda)
+    for load in (Engine.load, model_facts):
+        with pytest.raises(UnsupportedScheme, match="this device cannot do it with heads of"):
+            load(folder, kv_scheme=EIGHT)
 
 
 @pytest.mark.parametrize(
