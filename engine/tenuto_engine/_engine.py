@@ -15,15 +15,17 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from tenuto_engine import _model, _prompt
+from tenuto_engine._adapters import Adapter, Adapters, no_adapters
 from tenuto_engine._admission import admit
 from tenuto_engine._checkpoint import Checkpoint
 from tenuto_engine._decode import (
+    Forward,
     catch_up_step,
     pipelined_step,
     synchronous_step,
     take_published,
 )
-from tenuto_engine._errors import InvalidOption, UnsupportedScheme
+from tenuto_engine._errors import InvalidOption, ResumeMismatch, UnsupportedScheme
 from tenuto_engine._fs import StrPath
 from tenuto_engine._generation import Generation
 from tenuto_engine._geometry import DECODE_WIDTH, Geometry, default_chunk, geometry_of
@@ -58,6 +60,7 @@ class Engine:
         hash_cache: Path | None = None,
         prefix_cache: PrefixCache | None = None,
         kv_scheme: KVScheme | None = None,
+        adapters: Path | None = None,
     ) -> None:
         self._loaded = loaded
         self._prefix_cache = prefix_cache
@@ -73,6 +76,9 @@ class Engine:
         self._row_cost = _cost(loaded, chunk_size, kv_scheme)
         self._hash_cache = hash_cache
         self._grammars = Grammars(loaded)
+        self._adapters = (
+            None if adapters is None else Adapters(loaded.model, loaded.make_caches, adapters)
+        )
         self._weight_bytes = loaded.weight_bytes
         self._longest_token: int | None = None
         self._is_longest_known = False
@@ -88,6 +94,7 @@ class Engine:
         hash_cache: StrPath | None = None,
         prefix_cache: PrefixCache | None = None,
         kv_scheme: KVScheme | str | None = None,
+        adapters: StrPath | None = None,
     ) -> Engine:
         """Load a model folder, or a Hugging Face repository by name.
 
@@ -106,11 +113,14 @@ class Engine:
             kv_scheme: how the KV of all rows is quantized: a ``KVScheme``, or its text, such as
                 ``8:64:0``; ``config`` or ``config:START`` is the ``kv_config.json`` of the model;
                 None or ``none`` is full precision. Part of the geometry.
+            adapters: a folder of LoRA adapters, a subfolder each as mlx_lm.lora writes them, for
+                ``GenerationOptions.adapter``. They are loaded when they are asked for.
 
         Raises:
             ModelLoadError: nothing usable is there. UnsupportedCache and UnsupportedScheme are of
                 those.
-            InvalidOption: ``slots`` or ``chunk_size`` is below 1, or ``kv_scheme`` is no scheme.
+            InvalidOption: ``slots`` or ``chunk_size`` is below 1, ``kv_scheme`` is no scheme, or
+                ``adapters`` is no folder.
         """
         on_gpu = mx.default_device().type == mx.DeviceType.gpu
         chunk = default_chunk() if chunk_size is None else chunk_size
@@ -131,6 +141,7 @@ class Engine:
             hash_cache=None if hash_cache is None else Path(hash_cache),
             prefix_cache=prefix_cache,
             kv_scheme=scheme,
+            adapters=None if adapters is None else Path(adapters).expanduser(),
         )
 
     @property
@@ -166,7 +177,8 @@ class Engine:
 
     @property
     def geometry(self) -> Geometry:
-        """All that decides the bits of a logit here; computed at the first use."""
+        """All that decides the bits of a logit here, without an adapter; computed at the first
+        use."""
         if self._geometry is None:
             self._geometry = geometry_of(
                 self._loaded.path,
@@ -176,6 +188,12 @@ class Engine:
                 cache_file=self._hash_cache,
             )
         return self._geometry
+
+    def geometry_of(self, adapter: str | Adapter | None) -> Geometry:
+        """The same of rows with an adapter; None is ``geometry``. Raises as ``load_adapter``."""
+        if adapter is None:
+            return self.geometry
+        return self.geometry.with_adapter(self.load_adapter(adapter).hash)
 
     @property
     def kv_scheme(self) -> KVScheme | None:
@@ -235,6 +253,23 @@ class Engine:
         """
         return self._grammars.compile(grammar)
 
+    def load_adapter(self, adapter: str | Adapter) -> Adapter:
+        """An adapter of the folder, for ``GenerationOptions.adapter``, as its files are now.
+
+        `add` loads too, but on the thread that steps the engine. This one may be called on any
+        thread. What was used lately is kept.
+
+        Args:
+            adapter: its name; what another engine loaded is loaded again.
+
+        Raises:
+            InvalidOption: there is none of that name.
+            UnsupportedAdapter: it cannot be read, or is of another model.
+        """
+        if self._adapters is None:
+            raise no_adapters()
+        return self._adapters.load(adapter)
+
     def add(self, prompt_tokens: Ids[int], options: GenerationOptions | None = None) -> Sequence:
         """Give a generation a slot. It runs with the next ``step``.
 
@@ -247,21 +282,46 @@ class Engine:
             NoFreeSlot: all slots are taken.
             PromptError: no tokens, or ids that the model does not have.
             PromptTooLong: prompt and ``max_tokens`` are over the context length.
-            InvalidOption: an option does not fit the model or the prompt.
+            InvalidOption: an option does not fit the model or the prompt. UnsupportedAdapter is
+                one.
             ResumeMismatch: the cache does not fit the model or the prompt.
         """
         self._close_abandoned()
         self._slots.require_free()
         options = options or GenerationOptions()
+        adapter = self._adapter_of(options)
+        if adapter is not None:
+            # By now it is settled which one, whatever becomes of its files.
+            options = replace(options, adapter=adapter)
         if options.cache is None and options.prefix is None:
             options = replace(options, prefix=self.find_prefix(prompt_tokens, options))
+        elif options.prefix is not None:
+            self._check_prefix(options.prefix, adapter)
         row = admit(
-            self._loaded, prompt_tokens, options, self._chunk, self._grammars, self._kv_scheme
+            self._loaded,
+            prompt_tokens,
+            options,
+            self._chunk,
+            self._grammars,
+            self._kv_scheme,
+            adapter,
         )
         self._share_prefix(row, options)
         self._slots.seat(row)
         WIRED_LIMIT.begin(self, self._weight_bytes)
         return row.sequence
+
+    def _adapter_of(self, options: GenerationOptions) -> Adapter | None:
+        if options.adapter is None:
+            return None
+        adapter = self.load_adapter(options.adapter)
+        assert self._adapters is not None, "it has loaded one"
+        self._adapters.check(adapter)
+        return adapter
+
+    def _check_prefix(self, prefix: Prefix, adapter: Adapter | None) -> None:
+        if prefix.tokens and prefix.fingerprint != self.geometry_of(adapter).fingerprint:
+            raise ResumeMismatch("the prefix is of another geometry", hint="or another adapter")
 
     def find_prefix(
         self, prompt_tokens: Ids[int], options: GenerationOptions | None = None
@@ -272,20 +332,22 @@ class Engine:
 
         Args:
             prompt_tokens: as ``add`` gets them.
-            options: the same; generated tokens at the end of ``prompt_tokens`` are left out.
+            options: the same; generated tokens at the end of ``prompt_tokens`` are left out, and
+                what is found is of their adapter.
         """
         if self._prefix_cache is None:
             return Prefix()
         generated = options.initial_generated_tokens if options else 0
         prompt = prompt_tokens[: len(prompt_tokens) - generated]
-        return self._prefix_cache.find(self.geometry.fingerprint, prompt, self._chunk)
+        geometry = self.geometry_of(options.adapter if options else None)
+        return self._prefix_cache.find(geometry.fingerprint, prompt, self._chunk)
 
     def _share_prefix(self, row: Row, options: GenerationOptions) -> None:
         # Caches that somebody else filled may hold what decode wrote, whose bits are others.
         if self._prefix_cache is not None and options.cache is None:
             row.offers = PrefixOffers(
                 self._prefix_cache,
-                self.geometry.fingerprint,
+                self.geometry_of(row.adapter).fingerprint,
                 row.sequence.prompt,
                 self._chunk,
                 caches=row.caches,
@@ -356,7 +418,7 @@ class Engine:
     def _advance(self) -> list[TokenEvent]:
         rows = self._slots.rows
         for row in rows:
-            _begin(row)
+            row.begin()
         decoding = [row for row in rows if row.sequence.state is not SequenceState.PREFILL]
         prefilling = [row for row in rows if row.sequence.state is SequenceState.PREFILL]
         began = time.perf_counter()
@@ -389,11 +451,15 @@ class Engine:
         if sequence.finish_reason:
             return  # the last published token was the end
         if sequence.next_published:
-            catch_up_step(self._loaded.model, row)
+            catch_up_step(self._model_of(row), row)
         else:
             step = pipelined_step if self._pipelines(row) else synchronous_step
-            step(self._loaded.model, row)
-        sequence.state = _decoding_state(sequence)
+            step(self._model_of(row), row)
+        sequence.state = sequence.decoding_state
+
+    def _model_of(self, row: Row) -> Forward:
+        model: Forward = self._loaded.model if row.adapter is None else row.adapter.model
+        return model
 
     def _pipelines(self, row: Row) -> bool:
         return row.gains_by_pipelining if self._pipelined is None else self._pipelined
@@ -401,7 +467,7 @@ class Engine:
     def _prefill(self, row: Row) -> None:
         sequence = row.sequence
         sequence.start_prefill()
-        prefill_step(self._loaded.model, row, self._chunk)
+        prefill_step(self._model_of(row), row, self._chunk)
         if row.pending is None:
             return
         sequence.start_decode()
@@ -410,7 +476,7 @@ class Engine:
             take_published(row)
         else:
             sequence.take(row.pending.read())
-        sequence.state = _decoding_state(sequence)
+        sequence.state = sequence.decoding_state
 
     def _end(self, sequence: Sequence, state: SequenceState) -> None:
         sequence.state = state
@@ -431,17 +497,3 @@ def _cost(loaded: LoadedModel, chunk: int, scheme: KVScheme | None) -> RowCost:
         raise UnsupportedScheme(f"{loaded.path}: {error}") from error
     except Exception as error:
         raise _model.cannot_run(loaded.path, error) from error
-
-
-def _begin(row: Row) -> None:
-    sequence = row.sequence
-    if sequence.state is not SequenceState.WAITING:
-        return
-    prefills = row.pending is None
-    if not prefills:
-        sequence.start_decode()
-    sequence.state = SequenceState.PREFILL if prefills else _decoding_state(sequence)
-
-
-def _decoding_state(sequence: Sequence) -> SequenceState:
-    return SequenceState.CATCH_UP if sequence.next_published else SequenceState.DECODE

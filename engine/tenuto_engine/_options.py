@@ -14,6 +14,7 @@ from tenuto_engine._errors import InvalidOption, described
 from tenuto_engine._token import Token
 
 if TYPE_CHECKING:
+    from tenuto_engine._adapters import Adapter
     from tenuto_engine._checkpoint import Origin
     from tenuto_engine._grammar import Grammar
     from tenuto_engine._live import LiveCheckpoint
@@ -68,6 +69,9 @@ class GenerationOptions:
             a bool), ``regex`` and ``lark`` (strings), or what ``Engine.compile_grammar`` made of
             one. The model's own end tokens are drawn only where it is complete, so that all of the
             text matches it unless ``max_tokens`` or a stop comes first.
+        adapter: the name of a LoRA adapter in the engine's folder, or what ``Engine.load_adapter``
+            made of one, which stays as it is whatever becomes of its files. The geometry is another
+            with it (``Engine.geometry_of``).
 
     Checkpoints:
         checkpoint_every_tokens, checkpoint_every_seconds: whichever comes first; None is off.
@@ -119,6 +123,7 @@ class GenerationOptions:
     frequency_penalty: float = 0.0
     frequency_context_size: int = 20
     grammar: Mapping[str, Any] | Grammar | None = None
+    adapter: str | Adapter | None = None
     checkpoint_every_tokens: int | None = 256
     checkpoint_every_seconds: float | None = 2.0
     on_decode_checkpoint: Callable[[LiveCheckpoint], object] | None = None
@@ -142,6 +147,7 @@ class GenerationOptions:
         _check_ends(self)
         _check_penalties(self)
         _check_grammar(self)
+        _check_adapter(self)
         _check_checkpoints(self)
         _check_resume(self)
 
@@ -225,6 +231,17 @@ def _check_grammar(options: GenerationOptions) -> None:
     # Callers without a type checker pass anything.
     if not isinstance(grammar, Grammar):
         raise InvalidOption("grammar", f"must be a mapping, is {described(grammar)}")
+
+
+def _check_adapter(options: GenerationOptions) -> None:
+    adapter = options.adapter
+    if adapter is None or _is_text(adapter):
+        return
+    from tenuto_engine._adapters import Adapter
+
+    # Callers without a type checker pass anything.
+    if not isinstance(adapter, Adapter):
+        raise InvalidOption("adapter", f"must be a name, is {described(adapter)}")
 
 
 def checked_grammar(grammar: Mapping[str, Any]) -> dict[str, Any]:

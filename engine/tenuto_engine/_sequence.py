@@ -161,6 +161,11 @@ class Sequence:
         return len(self.options.published_tokens)
 
     @property
+    def decoding_state(self) -> SequenceState:
+        """Where it stands after its prompt."""
+        return SequenceState.CATCH_UP if self.next_published else SequenceState.DECODE
+
+    @property
     def next_published(self) -> Token | None:
         """The published token that is to be fed next, or None."""
         if self.catch_up_done == self.catch_up_total:
