@@ -44,6 +44,7 @@ class SubmitOptions(TypedDict, total=False):
     frequency_penalty: float
     frequency_context_size: int
     grammar: Mapping[str, Any] | None
+    adapter: str | None
     priority: int
     deadline: float | timedelta | None
     queue_ttl: float | timedelta | None

@@ -70,6 +70,7 @@ class JobSpec:
         grammar: what the text must match: a dict with one of `json_schema` (a JSON object, or True
             for any JSON), `regex` and `lark` (strings), up to 256 KiB. The model can end only where
             it is complete. llguidance checks it at submit (`tenuto-client[grammar]`).
+        adapter: the name of a LoRA adapter that workers have for the model; None is none.
         priority: -100 to 100; higher goes first.
         deadline: Unix seconds after which the job fails, unlike the two that follow. A timedelta
             counts from now, as does the command's `--deadline`.
@@ -122,6 +123,7 @@ class JobSpec:
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
     grammar: Mapping[str, Any] | None = None
+    adapter: str | None = None
 
     @property
     def least_prompt_tokens(self) -> int:
@@ -277,6 +279,7 @@ _KINDS: Final[dict[str, _Kind]] = {
     "raw": _FLAG,
     "ignore_eos": _FLAG,
     "traceparent": _TEXT,
+    "adapter": _TEXT,
     "stop": ("a list of texts", _are(_is_text)),
     "stop_token_ids": ("a list of token ids", _are(check.is_integer)),
     "grammar": ("a grammar", is_packed_grammar),
@@ -314,6 +317,7 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "frequency_penalty": lambda name, value: check.number(name, value, -100, 100),
     "frequency_context_size": lambda name, value: check.integer(name, value, 1, _TWO_MILLION),
     "grammar": check_grammar,
+    "adapter": check.adapter,
     "priority": lambda name, value: check.integer(name, value, -100, 100),
     "deadline": lambda name, value: _deadline(name, value),
     "queue_ttl": lambda name, value: _duration(name, value),
@@ -333,6 +337,10 @@ _OTHER_NAMES: Final = {
     "stop_sequences": "stop",
     "json_schema": "grammar",
     "response_format": "grammar",
+    "lora": "adapter",
+    "lora_name": "adapter",
+    "adapters": "adapter",
+    "adapter_path": "adapter",
     "timeout": "deadline",
     "ttl": "retention",
     "user": "tenant",

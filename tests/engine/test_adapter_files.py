@@ -101,8 +101,8 @@ TENSORS: Mapping[str, tuple[dict[str, mx.array | None], str]] = {
     "of a layer that is not there": (
         {"model.layers.7.self_attn.q_proj.lora_a": mx.zeros((64, 4))},
         (
-            "adapter: poet: model.layers.7.self_attn.q_proj.lora_a: the model has no layer there that "
-            "can be changed"
+            "adapter: poet: model.layers.7.self_attn.q_proj.lora_a: the model has no layer there "
+            "that can be changed"
         ),
     ),
     "of a norm": (

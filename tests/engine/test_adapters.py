@@ -71,7 +71,12 @@ def alone(engine: Engine, adapter: str | None, **options: Any) -> Run:
 
 def of_mlx_lm(model: Any, prompt: list[int], chunk: int = 16) -> tuple[list[int], list[float]]:
     made = list(generate_step(mx.array(prompt), model, max_tokens=TOKENS, prefill_step_size=chunk))
-    return [int(token) for token, _ in made], [row[token].item() for token, row in made]
+    return [int(token) for token, _ in made], [_number(row[token]) for token, row in made]
+
+
+def _number(array: mx.array) -> float:
+    value: Any = array.item()
+    return float(value)
 
 
 @pytest.mark.parametrize("how", ["lora", "dora"])

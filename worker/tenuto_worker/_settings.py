@@ -41,6 +41,7 @@ class WorkerSettings:
         pipelined: decode ahead of the host; None lets the engine choose by device.
         kv_schemes: name of a model -> the text of the scheme by which its KV is quantized; others
             have full precision.
+        adapter_folders: name of a model -> the folder of its LoRA adapters; others have none.
         max_prompt, max_tokens: a job with more is left to other workers; None is no limit.
         disk_budget: bytes that checkpoints may take; infinite is no limit, None is what they take
             and four fifths of what is free.
@@ -91,6 +92,7 @@ class WorkerSettings:
     chunk_size: int | None = None
     pipelined: bool | None = None
     kv_schemes: Mapping[str, str] = field(default_factory=dict)
+    adapter_folders: Mapping[str, str] = field(default_factory=dict)
     max_prompt: int | None = None
     max_tokens: int | None = None
     disk_budget: float | None = None
@@ -158,6 +160,11 @@ class WorkerSettings:
     @property
     def renew_every(self) -> float:
         return self.renew_seconds or self.lease_seconds * 0.3
+
+    @property
+    def hash_cache(self) -> Path:
+        """Remembers the hashes of model files."""
+        return self.data_dir / "model-hashes.json"
 
     @property
     def prefixes_dir(self) -> Path:
