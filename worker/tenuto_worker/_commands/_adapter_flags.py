@@ -11,7 +11,8 @@ from tenuto_worker._errors import ConfigError
 
 _HELP: Final = (
     "the LoRA adapters of all models, or of one: a folder that has a subfolder for each, as "
-    "mlx_lm.lora writes it, named as jobs ask for it; may be repeated; new ones need no restart (none)"
+    "mlx_lm.lora writes it, named as jobs ask for it; may be repeated; a new one needs no restart "
+    "(none)"
 )
 
 
