@@ -118,7 +118,7 @@ MODEL_LIMITS: Final = ("max_prompt", "max_tokens", "max_context")
 
 _OPTIONAL: Final = (
     *("tokens_at_risk", "checkpoint_bytes", "checkpoint_budget"),
-    *("limits", "broken", "last_death", "loaded", "busy", "longest_token", "wide_at"),
+    *("limits", "broken", "last_death", "loaded", "busy", "longest_token", "wide_at", "adapters"),
     *MODEL_LIMITS,
 )
 _NOT_SAID: Final = ("name", "workers", "queued")
@@ -133,9 +133,9 @@ def pack_announcement(info: ModelInfo | WorkerInfo) -> bytes:
         # Zero is said, but what there is not need not be.
         if body.get(name, 0) in (None, {}):
             del body[name]
-    # That there are none is said.
-    if body.get("adapters", 0) is None:
-        del body["adapters"]
+    if isinstance(info, ModelInfo) and info.adapters is not None:
+        # That there are none is said.
+        body["adapters"] = dict(info.adapters)
     packed: bytes = msgpack.packb({"v": VERSION, **body})
     return packed
 

@@ -31,7 +31,7 @@ from tenuto_engine._adapter_layers import (
 from tenuto_engine._errors import InvalidOption
 
 _KEPT: Final = 16
-_KEPT_BYTES: Final = 2**30
+_KEPT_BYTES: Final = 256 * 2**20
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

@@ -91,7 +91,7 @@ def test_an_announcement_tells_adapters_and_that_there_are_none(
     info = replace(INFO, adapters=adapters)
     assert unpack_model("m", pack_announcement(info)) == info
     assert (b"adapters" in pack_announcement(info)) == (adapters is not None)
-    worker = WorkerInfo("w", ("m",), 1, 0, 0.0, 0.0, adapters={"m": adapters or {}})
+    worker = WorkerInfo("w", ("m",), 1, 0, 0.0, 0.0, adapters={"m": adapters} if adapters else {})
     assert unpack_worker("w", pack_announcement(worker)) == worker
 
 

@@ -182,7 +182,7 @@ class Announcer:
             loaded=tuple(self._loaded()),
             busy=Counter(run.model for run in runs),
             limits={name: limits for name in self._models if (limits := self._own_limits(name))},
-            adapters={name: dict(self._adapters(name)) for name in self._models},
+            adapters={name: dict(has) for name in self._models if (has := self._adapters(name))},
         )
 
     def _now(self) -> float:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from tenuto_engine import AdapterFacts, AdapterFolder, ModelFacts
 
 _LOOK_S: Final = 5.0
+# They are told with every claim and announcement.
+_MOST: Final = 1000
 
 
 class ModelAdapters:
@@ -41,6 +43,8 @@ class ModelAdapters:
         self._hash_cache = hash_cache
         self._lock = threading.Lock()
         self._folder: AdapterFolder | None = None
+        self._model_hash = ""
+        self._left_out = 0
         self._told: dict[str, str] = {}
         self._due_at = 0.0
 
@@ -55,9 +59,15 @@ class ModelAdapters:
         if self.folder is None:
             return False
         with self._lock:
-            if self._folder is None:
+            if self._folder is None or facts.geometry.model_hash != self._model_hash:
+                self._model_hash = facts.geometry.model_hash
                 self._folder = AdapterFolder(self.folder, facts.folder, hash_cache=self._hash_cache)
-            found = self._folder.look()
+            looked = self._folder.look()
+            found = {name: looked[name] for name in sorted(looked)[:_MOST]}
+            left_out = len(looked) - len(found)
+            if left_out and not self._left_out:
+                get_log().warning("adapters left out", model=self._model, most=_MOST)
+            self._left_out = left_out
             self._due_at = time.monotonic() + _LOOK_S
             before = self.fingerprints
             good = [each for each in found.values() if not each.problem]
