@@ -34,6 +34,7 @@ from tenuto_engine import (
     PrefixCache,
     ResumeMismatch,
     UnsupportedAdapter,
+    resume_options,
 )
 from tenuto_engine._adapter_layers import sites_of
 from tiny_models import Kind
@@ -122,18 +123,31 @@ def test_every_layer_of_every_architecture_gives_what_mlx_lm_gives(
     theirs.update(base.parameters())
     load_adapters(theirs, str(own))
     theirs.eval()
-    try:
-        ids, logprobs = of_mlx_lm(theirs, IDS)
-    except AttributeError:
-        # Their code looks into a layer that is another one now.
-        with pytest.raises(UnsupportedAdapter, match="the model cannot run with it"):
-            engine.add(IDS, GenerationOptions(adapter="all"))
-        assert alone(engine, None).ids == of_mlx_lm(base, IDS)[0]
-        return
+    ids, logprobs = of_mlx_lm(theirs, IDS)
     made = alone(engine, "all")
     assert made.ids == ids
     assert [token.logprob for token in made.tokens] == logprobs
     assert made.ids != alone(engine, None).ids
+
+
+def test_a_layer_that_the_model_looks_into_cannot_be_changed(
+    load_engine: LoadEngine, model_folders: dict[Kind, Path], tmp_path: Path
+) -> None:
+    write_adapter(tmp_path, "poet", model_folders["llama"])
+    engine = load_engine("llama", adapters=tmp_path)
+    kind: Any = type(engine._loaded.model)
+
+    class Peeking(kind):  # type: ignore[misc]
+        def __call__(self, *args: Any, **more: Any) -> Any:
+            assert self.layers[1].self_attn.q_proj.weight is not None
+            return super().__call__(*args, **more)
+
+    before = alone(engine, None)
+    object.__setattr__(engine._loaded.model, "__class__", Peeking)
+    with pytest.raises(UnsupportedAdapter, match="poet: the model cannot run with it: Attribute"):
+        engine.add(IDS, GenerationOptions(adapter="poet"))
+    assert not engine._slots.rows
+    assert alone(engine, None) == before
 
 
 # -- side by side ----------------------------------------------------------------------
@@ -216,6 +230,43 @@ def test_a_run_resumed_from_any_checkpoint_is_the_undisturbed_one(
     for checkpoint in taken:
         handed_out = checkpoint.generated_tokens
         assert resume(fresh, checkpoint, options) == rest(whole, handed_out)
+
+
+@pipelines
+def test_a_run_killed_at_any_step_of_its_prompt_or_answer_goes_on_beside_others(
+    load_engine: LoadEngine, kind: Kind, adapters: Path, pipelined: bool
+) -> None:
+    engine = load_engine(kind, adapters=adapters, pipelined=pipelined, slots=3)
+    options = {**STYLES["sampled"], "max_tokens": 6}
+    whole = alone(engine, "all", **options)
+    kills = []
+    for steps in range(1, 30):
+        killed = engine.add(IDS, GenerationOptions(**options, adapter="all"))
+        published: list[Any] = []
+        for _ in range(steps):
+            published += [event.token for event in engine.step()]
+        if killed.state.is_end:
+            break
+        checkpoint = engine.checkpoint(killed)
+        engine.close(killed)
+        assert checkpoint is not None
+        kills.append(checkpoint.pending_token is None)
+        others = [
+            engine.add(IDS, GenerationOptions(**options, adapter=name)) for name in ("clerk", None)
+        ]
+        tokens, resumed = resume_options(
+            checkpoint,
+            GenerationOptions(**options, adapter="all"),
+            published,
+            prompt_tokens=IDS,
+        )
+        made = finish(engine, engine.add(tokens, resumed))
+        for other in others:
+            engine.close(other)
+        assert made == rest(whole, len(published)), f"killed after step {steps}"
+    # In its prompt and in its answer.
+    assert set(kills) == {True, False}
+    assert len(kills) >= 6
 
 
 # -- prompts that begin alike ----------------------------------------------------------
@@ -358,9 +409,11 @@ def test_adapters_are_loaded_on_any_thread_while_rows_decode(
     from concurrent.futures import ThreadPoolExecutor
 
     engine = load_engine(kind, adapters=adapters, slots=2)
-    expected = {name: alone(load_engine(kind, adapters=adapters), name) for name in (None, *NAMES)}
+    write_adapter(adapters, "half", engine._loaded.model, dtype="bfloat16")
+    names = ("poet", "half")
+    expected = {name: alone(load_engine(kind, adapters=adapters), name) for name in (None, *names)}
     with ThreadPoolExecutor(1) as pool:
-        for name in NAMES:
+        for name in names:
             plain = engine.add(IDS, GenerationOptions(**GREEDY, max_tokens=TOKENS))
             waiting = pool.submit(engine.load_adapter, name)
             assert finish(engine, plain) == expected[None]
