@@ -96,6 +96,7 @@ def engine_in_memory(
     kv_scheme: KVScheme | None = None,
     pipelined: bool = False,
     ends: frozenset[int] = frozenset(),
+    adapters: Path | None = None,
 ) -> Engine:
     """An engine of a model that has no folder; the tokenizer is that of `other`."""
     loaded = LoadedModel(
@@ -114,6 +115,7 @@ def engine_in_memory(
         pipelined=pipelined,
         prefix_cache=prefix_cache,
         kv_scheme=kv_scheme,
+        adapters=adapters,
     )
     engine._geometry = replace(
         other.geometry, model_hash=model, chunk_size=chunk_size, kv_scheme=str(kv_scheme or "none")

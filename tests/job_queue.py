@@ -62,18 +62,20 @@ class JobQueue:
         deadline: str = "",
         retention: str = "100",
         spec: bytes | None = None,
-        hash_fields: Mapping[str, float] | None = None,
+        hash_fields: Mapping[str, str | float] | None = None,
         **options: Any,
     ) -> str:
         """A queued job; its id."""
         job_id = secrets.token_hex(8)
         options = {**DEFAULTS, **options}
+        in_hash = {"adapter": options["adapter"]} if options.get("adapter") else {}
+        in_hash |= hash_fields or {}
         packed = pack_spec(JobSpec(self.model, **options)) if spec is None else spec
         reply = self._run(
             "submit",
             *(job_id, self.model, tenant, priority, packed, retention, deadline, "", "hash"),
             *(options["max_tokens"], "{}", 0),
-            *(part for pair in (hash_fields or {}).items() for part in pair),
+            *(part for pair in in_hash.items() for part in pair),
         )
         assert reply[0] == b"created", reply
         return job_id

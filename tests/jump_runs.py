@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Final, cast
 
 import mlx.core as mx
@@ -81,8 +80,7 @@ class Watched:
 
 def watch(engine: Engine) -> Watched:
     """Note the forwards of an engine's model from now on."""
-    watched = Watched(engine._loaded.model)
-    engine._loaded = replace(engine._loaded, model=watched)
+    engine._stepper._model = watched = Watched(engine._stepper._model)
     return watched
 
 

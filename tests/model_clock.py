@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ class ModelClock:
 
     def drive(self, engine: Engine, seconds: Callable[[int], float] = lambda tokens: 1) -> None:
         """Have each forward of an engine's model take so many `seconds`, by its tokens."""
-        engine._loaded = replace(engine._loaded, model=_Timed(self, engine._loaded.model, seconds))
+        engine._stepper._model = _Timed(self, engine._stepper._model, seconds)
 
 
 class _Timed:

@@ -35,6 +35,9 @@ class ModelInfo:
             memory that there is.
         longest_token: a text has at least one token for so many of its characters, as
             `least_tokens` counts them; None where nobody has proved that.
+        adapters: the LoRA adapters that living workers have for it, by name, each with the
+            fingerprint of the model with it; those that have gone stay for some minutes. None where
+            nobody tells.
         wide_at: Redis's time when the living workers last took as much as these limits say. Some
             minutes later they become narrower, and not before: a worker that is started again
             takes its jobs then.
@@ -52,6 +55,7 @@ class ModelInfo:
     max_tokens: int | None = None
     max_context: int | None = None
     longest_token: int | None = None
+    adapters: Mapping[str, str] | None = None
     wide_at: float | None = None
     workers: int = 0
     queued: int = 0
@@ -77,6 +81,7 @@ class WorkerInfo:
         broken: models that it could not load when it last tried, and why.
         loaded: models that it has in memory; None of a worker that does not tell. Of one that does,
             `busy` is how many jobs of each model it runs, where there are any.
+        adapters: its own LoRA adapters of each model, as `ModelInfo` has them.
         last_death: how the process before its present one died by itself; None if none did.
     """
 
@@ -98,6 +103,7 @@ class WorkerInfo:
     broken: Mapping[str, str] = field(default_factory=dict)
     last_death: str | None = None
     loaded: tuple[str, ...] | None = None
+    adapters: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     busy: Mapping[str, int] = field(default_factory=dict)
 
     def free_slots(self, model: str) -> int:
@@ -112,7 +118,7 @@ MODEL_LIMITS: Final = ("max_prompt", "max_tokens", "max_context")
 
 _OPTIONAL: Final = (
     *("tokens_at_risk", "checkpoint_bytes", "checkpoint_budget"),
-    *("limits", "broken", "last_death", "loaded", "busy", "longest_token", "wide_at"),
+    *("limits", "broken", "last_death", "loaded", "busy", "longest_token", "wide_at", "adapters"),
     *MODEL_LIMITS,
 )
 _NOT_SAID: Final = ("name", "workers", "queued")
@@ -127,6 +133,9 @@ def pack_announcement(info: ModelInfo | WorkerInfo) -> bytes:
         # Zero is said, but what there is not need not be.
         if body.get(name, 0) in (None, {}):
             del body[name]
+    if isinstance(info, ModelInfo) and info.adapters is not None:
+        # That there are none is said.
+        body["adapters"] = dict(info.adapters)
     packed: bytes = msgpack.packb({"v": VERSION, **body})
     return packed
 

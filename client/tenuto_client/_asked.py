@@ -45,6 +45,7 @@ class SubmitOptions(TypedDict, total=False):
     frequency_context_size: int
     grammar: Mapping[str, Any] | None
     jump_forward: bool
+    adapter: str | None
     priority: int
     deadline: float | timedelta | None
     queue_ttl: float | timedelta | None

@@ -12,6 +12,7 @@ from ._errors import InvalidRequest
 
 MAX_METADATA_BYTES: Final = 16 * 1024
 MAX_TOKEN_ID: Final = 2**31 - 1
+ADAPTER_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _TENANT: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -88,6 +89,17 @@ def tenant(field: str, value: object) -> str:
     if not isinstance(value, str) or not _TENANT.fullmatch(value):
         raise InvalidRequest(
             field, f"{value!r} is not a tenant's name", hint="1 to 64 letters, digits, _ and -"
+        )
+    return value
+
+
+def adapter(field: str, value: object) -> str:
+    """The name of an adapter."""
+    if not isinstance(value, str) or not ADAPTER_NAME.fullmatch(value):
+        raise InvalidRequest(
+            field,
+            f"{show(value)} is not an adapter's name",
+            hint="1 to 64 letters, digits, '.', '_' and '-', the first a letter or digit",
         )
     return value
 

@@ -397,4 +397,5 @@ def _new_record(spec: JobSpec, created_at: float) -> JobRecord:
         queue_ttl=spec.queue_ttl,
         max_runtime=spec.max_runtime,
         deadline=spec.deadline,
+        adapter=spec.adapter,
     )

@@ -30,6 +30,7 @@ _ANSWER_S: Final = 2.0
 _OLDEST: Final = (6, 2)
 _MOST_RUNNING: Final = 10_000
 _MOST_WAITING: Final = 63
+_MOST_ADAPTERS: Final = 8
 
 
 def check_data_dir(settings: Settings) -> Iterator[Finding]:
@@ -253,7 +254,7 @@ def _worker_findings(workers: list[WorkerInfo], settings: Settings) -> Iterator[
             Level.OK,
             "worker",
             f"{worker.name}{device}: {', '.join(worker.models)}; "
-            f"{worker.running} of {worker.slots} slots in use",
+            f"{worker.running} of {worker.slots} slots in use{_adapters(worker)}",
         )
         if worker.last_death is not None:
             note = "its log has the rest; jobs went on in the process that followed"
@@ -263,6 +264,15 @@ def _worker_findings(workers: list[WorkerInfo], settings: Settings) -> Iterator[
             note = "mend or replace its files; the worker tries again by itself"
             says = f"{worker.name} cannot load model {model}: {reason}"
             yield Finding(Level.PROBLEM, "model", says, note=note)
+
+
+def _adapters(worker: WorkerInfo) -> str:
+    told = []
+    for model, names in sorted(worker.adapters.items()):
+        shown = ", ".join(sorted(names)[:_MOST_ADAPTERS])
+        more = ", ..." if len(names) > _MOST_ADAPTERS else ""
+        told += [f"{shown}{more} of {model}"] if names else []
+    return f"; adapters {'; '.join(told)}" if told else ""
 
 
 def _start(settings: Settings, model: str) -> str:
@@ -300,7 +310,7 @@ async def _held_back(
     model: ModelInfo,
 ) -> str:
     """What to add when jobs wait for workers of their own, though others have free slots."""
-    fields = ("fingerprint", "reach", "queued_at", "tokens")
+    fields = ("fingerprint", "reach", "queued_at", "tokens", "adapter")
     ids = await connection.pipeline([("ZRANGE", lane, 0, _MOST_WAITING) for lane in lanes])
     (seconds, _), *found = await connection.pipeline(
         [("TIME",)] + [("HMGET", keys.job(i.decode()), *fields) for lane in ids for i in lane]

@@ -6,6 +6,7 @@ step that accepts a job. What workers announce of themselves is checked here.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Final, cast
 
@@ -35,6 +36,7 @@ Limits = dict[str, dict[str, int]]
 
 _RETRYABLE: Final = ("max_queued_per_tenant", "max_queued", MEMORY)
 _MOST: Final = 2**53
+_MOST_NAMES: Final = 20
 _SOON: Final = "submit again when one of them has started, or raise it: tenuto limits"
 _HINTS: Final = {
     "max_tokens": "ask for at most {maximum}",
@@ -140,12 +142,28 @@ def least_prompt(spec: JobSpec, model: ModelInfo) -> int:
     return max(1, least_tokens(spec.prompt.strip(), model.longest_token))
 
 
+def _check_adapter(spec: JobSpec, model: ModelInfo) -> None:
+    known = model.adapters
+    if spec.adapter is None or known is None or spec.adapter in known:
+        return
+    close = difflib.get_close_matches(spec.adapter, known, n=1, cutoff=0.6)
+    names = sorted(known)
+    shown = ", ".join(names[:_MOST_NAMES]) + (", ..." if len(names) > _MOST_NAMES else "")
+    hint = f"did you mean {close[0]}?" if close else f"known: {shown}"
+    raise InvalidRequest(
+        "adapter",
+        f"no worker of {spec.model} has {spec.adapter}" if known
+        else f"no worker of {spec.model} has any adapter",
+        hint=hint if known else "tenuto worker --adapters DIR",
+    )  # fmt: skip
+
+
 def check_announced(spec: JobSpec, model: ModelInfo) -> None:
     """Refuse what cannot fit the model, or what no worker takes, as far as it is known without a
     tokenizer.
 
     Raises:
-        InvalidRequest: the model cannot hold it, or has no such token.
+        InvalidRequest: the model cannot hold it, or has no such token or adapter.
         LimitExceeded: no worker takes as much.
     """
     least = least_prompt(spec, model)
@@ -154,6 +172,7 @@ def check_announced(spec: JobSpec, model: ModelInfo) -> None:
         ("max_prompt", least, model.max_prompt),
         ("max_context", least + spec.max_tokens, model.max_context),
     )
+    _check_adapter(spec, model)
     _check_context(spec, model, least)
     for name, value, maximum in asked:
         if maximum is not None and value > maximum:

@@ -73,6 +73,7 @@ def record_line(record: JobRecord) -> str:
                 phase_total=record.phase_total,
                 tokens_at_risk=record.tokens_at_risk,
                 checkpoint_error=record.checkpoint_error,
+                adapter=record.adapter,
                 deadline=record.deadline,
                 queue_ttl=record.queue_ttl,
                 max_runtime=record.max_runtime,

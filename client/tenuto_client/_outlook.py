@@ -17,7 +17,7 @@ EXACT_WAIT_S: Final = 30.0
 
 _FIELDS: Final = (
     *("state", "model", "worker", "tokens", "queued_at", "fingerprint", "reach"),
-    *("max_tokens", "prompt_tokens", "suspect"),
+    *("max_tokens", "prompt_tokens", "suspect", "adapter"),
 )
 
 
@@ -77,15 +77,23 @@ def waits_for_its_own(
     """Whether a queued job has begun, and is left to workers of its geometry and checkpoints.
 
     Args:
-        job: `fingerprint`, `reach`, `queued_at` and `tokens` of its hash, where there are.
+        job: `fingerprint`, `reach`, `queued_at`, `tokens` and `adapter` of its hash, where there
+            are.
         now: Redis's time, Unix seconds.
         workers: those alive that serve its model.
     """
     if "fingerprint" not in job or now - float(job["queued_at"]) >= EXACT_WAIT_S:
         return False
-    same = model is not None and model.fingerprint == job["fingerprint"]
+    same = model is not None and _fingerprint(job, model) == job["fingerprint"]
     near = job.get("tokens") == "0" or any(each.data_dir == job.get("reach") for each in workers)
     return not (same and near)
+
+
+def _fingerprint(job: Mapping[str, str], model: ModelInfo) -> str | None:
+    """Of the geometry that the job would have."""
+    if "adapter" not in job:
+        return model.fingerprint
+    return (model.adapters or {}).get(job["adapter"])
 
 
 def _queued(
@@ -94,6 +102,10 @@ def _queued(
     workers = _serving(job["model"], now, known)
     if not workers:
         why = f"no worker serves {job['model']} (tenuto doctor)"
+    elif (name := job.get("adapter")) and not any(
+        name in each.adapters.get(job["model"], {}) for each in workers
+    ):
+        why = f"no worker of {job['model']} that is alive has the adapter {name}; tenuto models"
     elif (limit := _too_long(job, workers, model)) is not None:
         why = f"no worker of {job['model']} that is alive takes so much ({limit})"
     elif waits_for_its_own(job, now, workers, model):

@@ -186,6 +186,7 @@ class JobRecord:
         queue_ttl, max_runtime: as they were asked for, in seconds.
         suspect: a worker died while it ran there; until it progresses it runs apart from others.
         preemptions: how often it made way for a job of a higher priority.
+        adapter: the LoRA adapter that it was submitted with; None without one.
         stats: what it took, once it has ended; None where no worker ended it, or an older one did.
     """
 
@@ -220,3 +221,4 @@ class JobRecord:
     preemptions: int = 0
     deadline: float | None = None
     stats: JobStats | None = None
+    adapter: str | None = None

@@ -80,6 +80,7 @@ class JobSpec:
         jump_forward: let tokens that the grammar forces go through the model in one forward with
             the token before them, which is quicker; they come marked (`Token.jumped`). It needs a
             grammar, and goes with no `logprobs`.
+        adapter: the name of a LoRA adapter that workers have for the model; None is none.
         priority: -100 to 100; higher goes first.
         deadline: Unix seconds after which the job fails, unlike the two that follow. A timedelta
             counts from now, as does the command's `--deadline`.
@@ -133,6 +134,7 @@ class JobSpec:
     xtc_threshold: float = 0.1
     grammar: Mapping[str, Any] | None = None
     jump_forward: bool = False
+    adapter: str | None = None
 
     @property
     def least_prompt_tokens(self) -> int:
@@ -291,6 +293,7 @@ _KINDS: Final[dict[str, _Kind]] = {
     "ignore_eos": _FLAG,
     "jump_forward": _FLAG,
     "traceparent": _TEXT,
+    "adapter": _TEXT,
     "stop": ("a list of texts", _are(_is_text)),
     "stop_token_ids": ("a list of token ids", _are(check.is_integer)),
     "grammar": ("a grammar", is_packed_grammar),
@@ -331,6 +334,7 @@ _CHECKS: Final[dict[str, Callable[[str, Any], Any]]] = {
     "frequency_context_size": lambda name, value: check.integer(name, value, 1, _TWO_MILLION),
     "grammar": check_grammar,
     "jump_forward": check.flag,
+    "adapter": check.adapter,
     "priority": lambda name, value: check.integer(name, value, -100, 100),
     "deadline": lambda name, value: _deadline(name, value),
     "queue_ttl": lambda name, value: _duration(name, value),
@@ -350,6 +354,10 @@ _OTHER_NAMES: Final = {
     "stop_sequences": "stop",
     "json_schema": "grammar",
     "response_format": "grammar",
+    "lora": "adapter",
+    "lora_name": "adapter",
+    "adapters": "adapter",
+    "adapter_path": "adapter",
     "timeout": "deadline",
     "ttl": "retention",
     "user": "tenant",

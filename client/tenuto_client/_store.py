@@ -47,7 +47,7 @@ _FIELDS: Final = (
     "finished_at", "finish_reason", "exactness", "error", "priority", "metadata",
     "exactness_reason", "tenant", "worker", "attempts", "cancel", "max_tokens", "phase",
     "phase_done", "phase_total", "durable", "checkpoint_error", "queue_ttl", "max_runtime",
-    "suspect", "preemptions", "deadline", "stats", "ran",
+    "suspect", "preemptions", "deadline", "stats", "ran", "adapter",
 )  # fmt: skip
 
 
@@ -332,7 +332,7 @@ class JobStore:
 
 def _options(spec: JobSpec) -> Iterator[str | float]:
     """Fields and values of the job's hash that not every job has."""
-    for name in ("queue_ttl", "max_runtime", "traceparent"):
+    for name in ("queue_ttl", "max_runtime", "traceparent", "adapter"):
         if (value := getattr(spec, name)) is not None:
             yield from (name, value)
     if spec.logprobs:
@@ -416,6 +416,7 @@ def _record(values: Sequence[bytes | None]) -> JobRecord:
         preemptions=counted("preemptions") or 0,
         deadline=number("deadline"),
         stats=_stats(text["stats"], counted("attempts") or 0, number("ran") or 0.0),
+        adapter=text["adapter"],
     )
 
 

@@ -42,6 +42,9 @@ from typing import TYPE_CHECKING, Any
 os.environ.setdefault("MLX_CUDA_USE_CUDNN_SDPA", "0")
 
 if TYPE_CHECKING:
+    from tenuto_engine._adapter_folder import AdapterFacts as AdapterFacts
+    from tenuto_engine._adapter_folder import AdapterFolder as AdapterFolder
+    from tenuto_engine._adapters import Adapter as Adapter
     from tenuto_engine._budget import DiskBudget as DiskBudget
     from tenuto_engine._budget import bytes_on_disk as bytes_on_disk
     from tenuto_engine._caches import CacheState as CacheState
@@ -59,6 +62,7 @@ if TYPE_CHECKING:
     from tenuto_engine._errors import PromptError as PromptError
     from tenuto_engine._errors import PromptTooLong as PromptTooLong
     from tenuto_engine._errors import ResumeMismatch as ResumeMismatch
+    from tenuto_engine._errors import UnsupportedAdapter as UnsupportedAdapter
     from tenuto_engine._errors import UnsupportedCache as UnsupportedCache
     from tenuto_engine._errors import UnsupportedScheme as UnsupportedScheme
     from tenuto_engine._facts import ModelFacts as ModelFacts
@@ -106,6 +110,8 @@ if TYPE_CHECKING:
     from tenuto_engine._writer import CheckpointWriter as CheckpointWriter
 
 _HOMES = {
+    "_adapter_folder": ["AdapterFacts", "AdapterFolder"],
+    "_adapters": ["Adapter"],
     "_budget": ["DiskBudget", "bytes_on_disk"],
     "_caches": ["CacheState"],
     "_checkpoint": ["Checkpoint", "Origin"],
@@ -122,6 +128,7 @@ _HOMES = {
         "PromptError",
         "PromptTooLong",
         "ResumeMismatch",
+        "UnsupportedAdapter",
         "UnsupportedCache",
         "UnsupportedScheme",
     ],

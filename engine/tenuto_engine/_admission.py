@@ -6,6 +6,7 @@ from collections.abc import Sequence as Ids
 from copy import copy
 from typing import Any
 
+from tenuto_engine._adapters import Adapter
 from tenuto_engine._caches import CacheState, check_supported, rebuild
 from tenuto_engine._decode import take_published
 from tenuto_engine._errors import InvalidOption, PromptTooLong, ResumeMismatch
@@ -29,8 +30,12 @@ def admit(
     chunk: int,
     grammars: Grammars,
     scheme: KVScheme | None = None,
+    adapter: Adapter | None = None,
 ) -> Row:
     """Check everything and build the row; nothing is computed but the caches' arrays.
+
+    Args:
+        adapter: that of the options, loaded.
 
     Raises:
         PromptError, PromptTooLong, InvalidOption, ResumeMismatch: by name what is wrong.
@@ -48,7 +53,7 @@ def admit(
     if options.min_tokens and ends.issuperset(range(loaded.vocab_size)):
         raise InvalidOption("min_tokens", "every token of the model is one that ends")
     grammar = None if options.grammar is None else grammars.compile(options.grammar).begin()
-    sequence = Sequence(prompt, _without_cache(options), ends, loaded.decode, grammar)
+    sequence = Sequence(prompt, _lasting(options), ends, loaded.decode, grammar)
     sequence.stats.cached_tokens = min(position, len(prompt))
     sequence.prefill_done = min(position, len(prompt))
     sequence.prefill_total = len(prompt) if options.resumes else len(tokens)
@@ -64,6 +69,7 @@ def admit(
         pending=_pending(options),
         origin=options.cache_origin,
         unquantized=None if scheme is None or is_quantized_at(scheme, position) else scheme,
+        adapter=adapter,
     )
     # In the synchronous loop a reader has the pending token of a checkpoint already.
     if row.pending and options.published_tokens:
@@ -151,11 +157,14 @@ def _covered(caches: list[Any], options: GenerationOptions) -> int:
     return int(known.pop())
 
 
-def _without_cache(options: GenerationOptions) -> GenerationOptions:
-    """The same options; a row lives long, and the saved caches may take gigabytes."""
+def _lasting(options: GenerationOptions) -> GenerationOptions:
+    """The same options without saved caches, which may take gigabytes, and of an adapter, which
+    holds the model, only its name: a sequence may be kept for long."""
     kept = copy(options)
     object.__setattr__(kept, "cache", None)
     object.__setattr__(kept, "prefix", None)
+    if options.adapter is not None and not isinstance(options.adapter, str):
+        object.__setattr__(kept, "adapter", options.adapter.name)
     return kept
 
 

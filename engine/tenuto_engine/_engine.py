@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-import traceback
 import weakref
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Ids
@@ -15,18 +13,16 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from tenuto_engine import _model, _prompt
+from tenuto_engine._adapters import Adapter, Adapters, no_adapters
 from tenuto_engine._admission import admit
 from tenuto_engine._checkpoint import Checkpoint
-from tenuto_engine._compiled import CompiledForward, check_compiles, check_plain
-from tenuto_engine._decode import (
-    Forward,
-    catch_up_step,
-    jump_step,
-    pipelined_step,
-    synchronous_step,
-    take_published,
+from tenuto_engine._compiled import check_compiles, check_plain
+from tenuto_engine._errors import (
+    InvalidOption,
+    ModelLoadError,
+    ResumeMismatch,
+    UnsupportedScheme,
 )
-from tenuto_engine._errors import InvalidOption, ModelLoadError, UnsupportedScheme
 from tenuto_engine._fs import StrPath
 from tenuto_engine._generation import Generation
 from tenuto_engine._geometry import DECODE_WIDTH, Geometry, default_chunk, geometry_of
@@ -37,12 +33,12 @@ from tenuto_engine._live import LiveCheckpoint
 from tenuto_engine._longest import longest_token
 from tenuto_engine._model import LoadedModel
 from tenuto_engine._options import GenerationOptions
-from tenuto_engine._prefill import PrefillTurn, prefill_step
+from tenuto_engine._prefill import PrefillTurn
 from tenuto_engine._prefix import Prefix, PrefixCache, PrefixOffers
 from tenuto_engine._row_cost import RowCost, row_cost
 from tenuto_engine._sequence import Sequence, SequenceState, TokenEvent
 from tenuto_engine._slots import Row, Slots
-from tenuto_engine._wired import WIRED_LIMIT
+from tenuto_engine._stepper import Stepper
 
 
 class Engine:
@@ -63,25 +59,34 @@ class Engine:
         kv_scheme: KVScheme | None = None,
         prefill_turn: PrefillTurn | None = None,
         compiled: bool = False,
+        adapters: Path | None = None,
     ) -> None:
         self._loaded = loaded
         self._prefix_cache = prefix_cache
         self._slots = Slots(slots)
         self._chunk = chunk_size
-        self._pipelined = pipelined
-        self._turn = prefill_turn or PrefillTurn()
         self._backlog: list[TokenEvent] = []
         self._generations: weakref.WeakKeyDictionary[Sequence, weakref.ref[Generation]]
         self._generations = weakref.WeakKeyDictionary()
         self._geometry: Geometry | None = None
         self._kv_scheme = kv_scheme
-        # Of the decode steps; a prefill calls the model itself.
-        self._forward: Forward = CompiledForward(loaded.model) if compiled else loaded.model
         self._compiled = compiled
         self._row_cost = _cost(loaded, chunk_size, kv_scheme)
         self._hash_cache = hash_cache
         self._grammars = Grammars(loaded)
+        self._adapters = (
+            None if adapters is None else Adapters(loaded.model, loaded.make_caches, adapters)
+        )
         self._weight_bytes = loaded.weight_bytes
+        self._stepper = Stepper(
+            loaded.model,
+            self._slots,
+            chunk=chunk_size,
+            pipelined=pipelined,
+            turn=prefill_turn or PrefillTurn(),
+            compiled=compiled,
+            weight_bytes=self._weight_bytes,
+        )
         self._longest_token: int | None = None
         self._is_longest_known = False
 
@@ -98,6 +103,7 @@ class Engine:
         kv_scheme: KVScheme | str | None = None,
         prefill_turn: PrefillTurn | None = None,
         compiled: bool = False,
+        adapters: StrPath | None = None,
     ) -> Engine:
         """Load a model folder, or a Hugging Face repository by name.
 
@@ -120,12 +126,14 @@ class Engine:
                 decode at least as long as a chunk of a prompt took, whichever engine read it.
             compiled: run decode steps through ``mx.compile``; for models whose caches are all plain
                 ones, without a ``kv_scheme``. Part of the geometry.
+            adapters: a folder of LoRA adapters, a subfolder each as mlx_lm.lora writes them, for
+                ``GenerationOptions.adapter``. They are loaded when they are asked for.
 
         Raises:
             ModelLoadError: nothing usable is there, or it cannot be compiled. UnsupportedCache and
                 UnsupportedScheme are of those.
             InvalidOption: ``slots`` or ``chunk_size`` is below 1, ``kv_scheme`` is no scheme, or is
-                there with ``compiled``.
+                there with ``compiled``, or ``adapters`` is no folder.
         """
         on_gpu = mx.default_device().type == mx.DeviceType.gpu
         chunk = default_chunk() if chunk_size is None else chunk_size
@@ -151,6 +159,7 @@ class Engine:
             kv_scheme=scheme,
             prefill_turn=prefill_turn,
             compiled=compiled,
+            adapters=None if adapters is None else Path(adapters).expanduser(),
         )
 
     @property
@@ -186,7 +195,8 @@ class Engine:
 
     @property
     def geometry(self) -> Geometry:
-        """All that decides the bits of a logit here; computed at the first use."""
+        """All that decides the bits of a logit here, without an adapter; computed at the first
+        use."""
         if self._geometry is None:
             self._geometry = geometry_of(
                 self._loaded.path,
@@ -197,6 +207,12 @@ class Engine:
                 cache_file=self._hash_cache,
             )
         return self._geometry
+
+    def geometry_of(self, adapter: str | Adapter | None) -> Geometry:
+        """The same of rows with an adapter; None is ``geometry``. Raises as ``load_adapter``."""
+        if adapter is None:
+            return self.geometry
+        return self.geometry.with_adapter(self.load_adapter(adapter).hash)
 
     @property
     def kv_scheme(self) -> KVScheme | None:
@@ -256,6 +272,23 @@ class Engine:
         """
         return self._grammars.compile(grammar)
 
+    def load_adapter(self, adapter: str | Adapter) -> Adapter:
+        """An adapter of the folder, for ``GenerationOptions.adapter``, as its files are now.
+
+        `add` loads too, but on the thread that steps the engine. This one may be called on any
+        thread. What was used lately is kept.
+
+        Args:
+            adapter: its name; what another engine loaded is loaded again.
+
+        Raises:
+            InvalidOption: there is none of that name.
+            UnsupportedAdapter: it cannot be read, or is of another model.
+        """
+        if self._adapters is None:
+            raise no_adapters()
+        return self._adapters.load(adapter)
+
     def add(self, prompt_tokens: Ids[int], options: GenerationOptions | None = None) -> Sequence:
         """Give a generation a slot. It runs with the next ``step``.
 
@@ -268,21 +301,45 @@ class Engine:
             NoFreeSlot: all slots are taken.
             PromptError: no tokens, or ids that the model does not have.
             PromptTooLong: prompt and ``max_tokens`` are over the context length.
-            InvalidOption: an option does not fit the model or the prompt.
+            InvalidOption: an option does not fit the model or the prompt. UnsupportedAdapter is
+                one.
             ResumeMismatch: the cache does not fit the model or the prompt.
         """
         self._close_abandoned()
         self._slots.require_free()
         options = options or GenerationOptions()
+        adapter = self._adapter_of(options)
+        if adapter is not None:
+            # By now it is settled which one, whatever becomes of its files.
+            options = replace(options, adapter=adapter)
         if options.cache is None and options.prefix is None:
             options = replace(options, prefix=self.find_prefix(prompt_tokens, options))
+        elif options.prefix is not None:
+            self._check_prefix(options.prefix, adapter)
         row = admit(
-            self._loaded, prompt_tokens, options, self._chunk, self._grammars, self._kv_scheme
+            self._loaded,
+            prompt_tokens,
+            options,
+            self._chunk,
+            self._grammars,
+            self._kv_scheme,
+            adapter,
         )
         self._share_prefix(row, options)
-        self._slots.seat(row)
-        WIRED_LIMIT.begin(self, self._weight_bytes)
+        self._stepper.seat(row)
         return row.sequence
+
+    def _adapter_of(self, options: GenerationOptions) -> Adapter | None:
+        if options.adapter is None:
+            return None
+        adapter = self.load_adapter(options.adapter)
+        assert self._adapters is not None, "it has loaded one"
+        self._adapters.check(adapter)
+        return adapter
+
+    def _check_prefix(self, prefix: Prefix, adapter: Adapter | None) -> None:
+        if prefix.tokens and prefix.fingerprint != self.geometry_of(adapter).fingerprint:
+            raise ResumeMismatch("the prefix is of another geometry", hint="or another adapter")
 
     def find_prefix(
         self, prompt_tokens: Ids[int], options: GenerationOptions | None = None
@@ -293,20 +350,22 @@ class Engine:
 
         Args:
             prompt_tokens: as ``add`` gets them.
-            options: the same; generated tokens at the end of ``prompt_tokens`` are left out.
+            options: the same; generated tokens at the end of ``prompt_tokens`` are left out, and
+                what is found is of their adapter.
         """
         if self._prefix_cache is None:
             return Prefix()
         generated = options.initial_generated_tokens if options else 0
         prompt = prompt_tokens[: len(prompt_tokens) - generated]
-        return self._prefix_cache.find(self.geometry.fingerprint, prompt, self._chunk)
+        geometry = self.geometry_of(options.adapter if options else None)
+        return self._prefix_cache.find(geometry.fingerprint, prompt, self._chunk)
 
     def _share_prefix(self, row: Row, options: GenerationOptions) -> None:
         # Caches that somebody else filled may hold what decode wrote, whose bits are others.
         if self._prefix_cache is not None and options.cache is None:
             row.offers = PrefixOffers(
                 self._prefix_cache,
-                self.geometry.fingerprint,
+                self.geometry_of(row.adapter).fingerprint,
                 row.sequence.prompt,
                 self._chunk,
                 caches=row.caches,
@@ -362,86 +421,17 @@ class Engine:
     def close(self, sequence: Sequence) -> None:
         """End `sequence` and free its slot; nothing more is handed out. Harmless after an end."""
         if self._slots.find(sequence):
-            self._end(sequence, SequenceState.CLOSED)
+            self._stepper.end(sequence, SequenceState.CLOSED)
 
     def _pump(self) -> None:
         self._close_abandoned()
-        for event in self._advance():
+        for event in self._stepper.step():
             reference = self._generations.get(event.sequence)
             generation = reference() if reference else None
             if generation is None:
                 self._backlog.append(event)
             else:
                 generation.receive(event.token)
-
-    def _advance(self) -> list[TokenEvent]:
-        rows = self._slots.rows
-        for row in rows:
-            _begin(row)
-        decoding = [row for row in rows if row.sequence.state is not SequenceState.PREFILL]
-        prefilling = [row for row in rows if row.sequence.state is SequenceState.PREFILL]
-        self._turn.note(self, decodes=bool(decoding), reads=bool(prefilling))
-        began = time.perf_counter()
-        events = [event for row in decoding for event in self._run(row, self._decode)]
-        self._turn.decoded(began)
-        if self._turn.may_prefill(self):
-            began = time.perf_counter()
-            events += self._run(prefilling[0], self._prefill)
-            self._turn.prefilled(self, began)
-        return events
-
-    def _run(self, row: Row, action: Callable[[Row], None]) -> list[TokenEvent]:
-        sequence = row.sequence
-        try:
-            action(row)
-        except BaseException as error:
-            sequence.error = error
-            self._end(sequence, SequenceState.FAILED)
-            # The frames hold the row's arrays, and the error may be kept for long.
-            traceback.clear_frames(error.__traceback__)
-            if not isinstance(error, Exception):
-                raise
-        else:
-            if sequence.finish_reason:
-                self._end(sequence, SequenceState.FINISHED)
-        return [TokenEvent(sequence, token) for token in sequence.hand_out()]
-
-    def _decode(self, row: Row) -> None:
-        sequence = row.sequence
-        if sequence.finish_reason:
-            return  # the last published token was the end
-        if sequence.options.jump_forward:
-            jump_step(self._forward, row)
-        elif sequence.next_published:
-            catch_up_step(self._forward, row)
-        else:
-            step = pipelined_step if self._pipelines(row) else synchronous_step
-            step(self._forward, row)
-        sequence.go_on()
-
-    def _pipelines(self, row: Row) -> bool:
-        return row.gains_by_pipelining if self._pipelined is None else self._pipelined
-
-    def _prefill(self, row: Row) -> None:
-        sequence = row.sequence
-        sequence.start_prefill()
-        prefill_step(self._loaded.model, row, self._chunk)
-        if row.pending is None:
-            return
-        sequence.start_decode()
-        row.checkpoint_if_due(now=True)
-        if sequence.next_published:
-            take_published(row)
-        else:
-            sequence.take(row.pending.read())
-        sequence.go_on()
-
-    def _end(self, sequence: Sequence, state: SequenceState) -> None:
-        sequence.state = state
-        self._slots.vacate(sequence)
-        if not self._slots.rows:
-            WIRED_LIMIT.end(self)
-            self._turn.note(self, decodes=False, reads=False)
 
     def _close_abandoned(self) -> None:
         for sequence, reference in list(self._generations.items()):
@@ -463,13 +453,3 @@ def _check_compiles(loaded: LoadedModel) -> None:
         check_compiles(loaded.model, loaded.make_caches)
     except ModelLoadError as error:
         raise ModelLoadError(f"{loaded.path}: {error}") from error
-
-
-def _begin(row: Row) -> None:
-    sequence = row.sequence
-    if sequence.state is not SequenceState.WAITING:
-        return
-    if row.pending is None:
-        sequence.state = SequenceState.PREFILL
-    else:
-        sequence.start_decode()

@@ -5,6 +5,7 @@ EngineError
 │   ├── UnsupportedCache       a cache class that cannot be saved exactly
 │   └── UnsupportedScheme      a KV scheme that the model cannot have
 ├── InvalidOption              an option of a generation is unknown or out of range
+│   └── UnsupportedAdapter     an adapter that is damaged, or not of this model
 ├── PromptError                the prompt cannot be used
 │   └── PromptTooLong          it does not fit into the context
 ├── NoFreeSlot                 every row of the engine is taken
@@ -63,6 +64,20 @@ class InvalidOption(EngineError):
         super().__init__(f"{field}: {message}", hint=hint)
         self.field = field
         self.problem = message
+
+
+class UnsupportedAdapter(InvalidOption):
+    """An adapter cannot be read, or its tensors have no place in the model.
+
+    Attributes:
+        adapter: its name.
+        reason: what is wrong with it, without the name.
+    """
+
+    def __init__(self, adapter: str, reason: str, *, hint: str | None = None) -> None:
+        super().__init__("adapter", f"{adapter}: {reason}", hint=hint)
+        self.adapter = adapter
+        self.reason = reason
 
 
 class PromptError(EngineError):

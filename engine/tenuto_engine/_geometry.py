@@ -10,7 +10,7 @@ import fnmatch
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, Self
@@ -96,6 +96,10 @@ class Geometry:
             KeyError: a field is missing.
         """
         return cls(**{each.name: values[each.name] for each in fields(cls)})
+
+    def with_adapter(self, adapter_hash: str) -> Geometry:
+        """That of the same model with an adapter; "" is none."""
+        return replace(self, adapter_hash=adapter_hash)
 
     def compatible_kv(self, other: Geometry) -> bool:
         """Whether KV of ``other`` may be used here, if not with equal bits."""

@@ -14,6 +14,7 @@ from tenuto_engine._errors import InvalidOption, described
 from tenuto_engine._token import Token
 
 if TYPE_CHECKING:
+    from tenuto_engine._adapters import Adapter
     from tenuto_engine._checkpoint import Origin
     from tenuto_engine._grammar import Grammar
     from tenuto_engine._live import LiveCheckpoint
@@ -72,6 +73,9 @@ class GenerationOptions:
         jump_forward: let the tokens that the grammar forces go through the model together with
             the token before them, in one forward. They are marked ``jumped``. Needs a grammar,
             and goes with no ``logprobs``.
+        adapter: the name of a LoRA adapter in the engine's folder, or what ``Engine.load_adapter``
+            made of one, which stays as it is whatever becomes of its files. The geometry is another
+            with it (``Engine.geometry_of``).
 
     Checkpoints:
         checkpoint_every_tokens, checkpoint_every_seconds: whichever comes first; None is off.
@@ -128,6 +132,7 @@ class GenerationOptions:
     frequency_context_size: int = 20
     grammar: Mapping[str, Any] | Grammar | None = None
     jump_forward: bool = False
+    adapter: str | Adapter | None = None
     checkpoint_every_tokens: int | None = 256
     checkpoint_every_seconds: float | None = 2.0
     on_decode_checkpoint: Callable[[LiveCheckpoint], object] | None = None
@@ -153,6 +158,7 @@ class GenerationOptions:
         _check_penalties(self)
         _check_grammar(self)
         _check_jump_forward(self)
+        _check_adapter(self)
         _check_checkpoints(self)
         _check_resume(self)
 
@@ -249,6 +255,17 @@ def _check_jump_forward(options: GenerationOptions) -> None:
         raise InvalidOption(
             "jump_forward", "cannot be with logprobs: nothing is drawn where a token is forced"
         )
+
+
+def _check_adapter(options: GenerationOptions) -> None:
+    adapter = options.adapter
+    if adapter is None or _is_text(adapter):
+        return
+    from tenuto_engine._adapters import Adapter
+
+    # Callers without a type checker pass anything.
+    if not isinstance(adapter, Adapter):
+        raise InvalidOption("adapter", f"must be a name, is {described(adapter)}")
 
 
 def checked_grammar(grammar: Mapping[str, Any]) -> dict[str, Any]:

@@ -35,10 +35,12 @@ class Prefix:
     Attributes:
         tokens: how many of the prompt are covered; 0 where nothing was found.
         caches: their KV, one state a layer.
+        fingerprint: of the geometry that it was computed in; empty where nothing was found.
     """
 
     tokens: int = 0
     caches: tuple[CacheState, ...] = ()
+    fingerprint: str = ""
 
 
 @dataclass(slots=True)
@@ -126,7 +128,7 @@ class PrefixCache:
         if chain:
             self._touch([block.name for block in chain])
             try:
-                found = Prefix(chain[-1].stop, tuple(join(chain)))
+                found = Prefix(chain[-1].stop, tuple(join(chain)), fingerprint)
             except (Gap, ValueError) as error:
                 _log.warning("blocks of a prefix do not fit together: %s", error)
         self._count(found)

@@ -11,6 +11,7 @@ from typing import Any, Final, cast
 
 import mlx.core as mx
 
+from tenuto_engine._adapters import Adapter
 from tenuto_engine._checkpoint import Origin
 from tenuto_engine._errors import GenerationFailed, NoFreeSlot
 from tenuto_engine._kv_quantizer import quantize_caches
@@ -21,7 +22,7 @@ from tenuto_engine._memory import PeakMeter
 from tenuto_engine._options import GenerationOptions
 from tenuto_engine._prefix import PrefixOffers
 from tenuto_engine._sampler import Sampler
-from tenuto_engine._sequence import Drawn, Sequence
+from tenuto_engine._sequence import Drawn, Sequence, SequenceState
 
 async_eval = cast(Callable[..., None], mx.async_eval)  # untyped in mlx's stubs
 
@@ -111,6 +112,7 @@ class Row:
         offers: takes what its prefill writes for prompts that begin alike, or None.
         unquantized: the scheme by which the caches are quantized once they are long enough; None
             if they are, or never will be.
+        adapter: what its forwards are built with, or None.
         peak: memory of the process since the row was made.
     """
 
@@ -125,6 +127,7 @@ class Row:
     origin: Origin | None = None
     offers: PrefixOffers | None = None
     unquantized: KVScheme | None = None
+    adapter: Adapter | None = None
 
     def __post_init__(self) -> None:
         self._clock = CheckpointClock(self.sequence.options, max(self.generated, 0))
@@ -148,6 +151,16 @@ class Row:
         """
         held: int = sum(cache.nbytes for cache in self.caches)
         return held <= _PIPELINED_CACHE_BYTES
+
+    def begin(self) -> None:
+        """Leave WAITING, if it does not yet."""
+        sequence = self.sequence
+        if sequence.state is not SequenceState.WAITING:
+            return
+        if self.pending is None:
+            sequence.state = SequenceState.PREFILL
+        else:
+            sequence.start_decode()
 
     def tokens_in_cache(self) -> tuple[int, ...]:
         prompt = self.sequence.prompt

@@ -33,7 +33,8 @@ async def asynchronous() -> None:
         )
         assert_type(job, Job)
         await tenuto.submit("m", [{"role": "user", "content": "hi"}])
-        await tenuto.submit("m", [1, 2, 3], seed=None)
+        await tenuto.submit("m", [1, 2, 3], seed=None, adapter="poet")
+        await tenuto.submit("m", "hi", adapter=5)  # type: ignore[arg-type]
         await tenuto.submit("m", "hi", max_tokens="5")  # type: ignore[arg-type]
         await tenuto.submit("m", "hi", max_token=5)  # type: ignore[call-arg]
         assert_type(tenuto.job("x"), Job)

@@ -10,6 +10,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from adapter_shop import write_adapter
 from architectures import ARCHITECTURES, engine_of, model_of
 from engine_runs import STYLES, finish, resume, run, run_with_checkpoints
 from tenuto_engine import (
@@ -21,7 +22,7 @@ from tenuto_engine import (
     model_facts,
 )
 from tenuto_engine._compiled import CompiledForward, check_compiles
-from tiny_models import build_tiny_model
+from tiny_models import Kind, build_tiny_model
 
 LoadEngine = Callable[..., Engine]
 
@@ -142,6 +143,21 @@ def test_a_row_beside_others_and_after_a_hit_of_the_prefix_cache_is_the_same(
     assert finish(engine, again) == alone
     assert again.stats.cached_tokens == 256
     engine.close(neighbour)
+
+
+def test_rows_with_an_adapter_run_as_they_do_without_it(
+    load_engine: LoadEngine, model_folders: dict[Kind, Path], tmp_path: Path
+) -> None:
+    write_adapter(tmp_path, "poet", model_folders["llama"])
+    plain, fast = (
+        load_engine("llama", adapters=tmp_path, slots=2, compiled=each) for each in (False, True)
+    )
+    asked = OPTIONS | {"adapter": "poet"}
+    beside = fast.add(PROMPT[:50], GenerationOptions(**OPTIONS))
+    assert (
+        run(fast, PROMPT, **asked) == run(plain, PROMPT, **asked) != run(plain, PROMPT, **OPTIONS)
+    )
+    fast.close(beside)
 
 
 def test_what_attention_sees_follows_from_the_length_alone(llama: Engine) -> None:

@@ -1,4 +1,4 @@
-"""Every feature of sampling and stopping, on every kind of cache, killed at every step.
+"""Every feature of a generation, on every kind of cache, killed at every step.
 
 Each new attempt has only what a crash leaves: a checkpoint that may be some tokens old, and the
 tokens that a reader has.
@@ -7,11 +7,13 @@ tokens that a reader has.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
-from cache_models import CacheModel
+from adapter_shop import write_adapter
+from cache_models import CacheModel, cache_model
 from engine_runs import PROMPT, Run, engine_in_memory, run
 from tenuto_engine import Checkpoint, Engine, GenerationOptions, Token, resume_options
 
@@ -43,12 +45,15 @@ FEATURES: dict[str, dict[str, Any]] = {
         "min_tokens": LEAST,
         "stop_token_ids": tuple(range(0, 97, 2)),
     },
+    "adapter": {"adapter": "poet"},
+    "greedy adapter": {"adapter": "poet", "temperature": 0.0},
 }
 FEATURES["all"] = {
     **FEATURES["filters"],
     **FEATURES["xtc"],
     **FEATURES["penalties"],
     **FEATURES["min_tokens"],
+    **FEATURES["adapter"],
     "logprobs": 20,
     "stop": (),
     "top_k": 40,
@@ -60,9 +65,19 @@ def test_all_the_models_are_kinds_of_cache() -> None:
 
 
 @pytest.fixture(params=[False, True], ids=["synchronous", "pipelined"])
-def engines(load_engine: LoadEngine, request: pytest.FixtureRequest) -> dict[CacheModel, Engine]:
+def engines(
+    load_engine: LoadEngine, request: pytest.FixtureRequest, tmp_path: Path
+) -> dict[CacheModel, Engine]:
     other = load_engine("llama")
-    return {model: engine_in_memory(other, model, pipelined=request.param) for model in MODELS}
+    made = {}
+    for model in MODELS:
+        # Queries, keys and values, or what latent attention has instead, and experts.
+        suffixes = ("q_proj", "v_proj", "q_a_proj", "q_b_proj", "down_proj")
+        write_adapter(tmp_path / model, "poet", cache_model(model), suffixes=suffixes)
+        made[model] = engine_in_memory(
+            other, model, pipelined=request.param, adapters=tmp_path / model
+        )
+    return made
 
 
 def prompt_of(engine: Engine) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from tenuto_engine import Engine, GenerationOptions, _engine
+from tenuto_engine import Engine, GenerationOptions, _stepper
 from tenuto_engine._wired import WIRED_LIMIT, WiredLimit
 
 RECOMMENDED = 1000
@@ -67,7 +67,7 @@ def test_an_engine_holds_it_from_its_first_row_to_its_last(
     llama: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device = Recorder(llama.weight_bytes)
-    monkeypatch.setattr(_engine, "WIRED_LIMIT", WiredLimit(device))
+    monkeypatch.setattr(_stepper, "WIRED_LIMIT", WiredLimit(device))
     options = GenerationOptions(max_tokens=3, ignore_eos=True)
     assert len(list(llama.generate([5, 6, 7], options))) == 3
     assert device.told == [llama.weight_bytes, "synchronize", 7]

@@ -232,7 +232,7 @@ def test_another_version_of_what_makes_the_masks_is_named(
     first.publish()
     published = jobs.tokens(job)
     jobs.scripts.take_back(job, "host-dir-0")
-    monkeypatch.setattr("tenuto_worker._preparer.version", lambda name: "0.0.1")
+    monkeypatch.setattr("tenuto_worker._geometry_of_run.version", lambda name: "0.0.1")
     other = start(name="host-dir-1")
     other.claim()
     other.finish()

@@ -68,6 +68,7 @@ class Announcer:
     """Writes the hashes `models` and `workers`.
 
     Args:
+        adapters: of a model, the fingerprint with each that this worker has.
         own_limits: `max_prompt`, `max_tokens` and `max_context` of a model on this worker, where
             there are.
         broken: the models that could not be loaded, and why.
@@ -86,6 +87,7 @@ class Announcer:
         namespace: Namespace,
         budget: DiskBudget,
         *,
+        adapters: Callable[[str], Mapping[str, str]],
         own_limits: Callable[[str], Mapping[str, int]],
         broken: Callable[[], Mapping[str, str]],
         loaded: Callable[[], Iterable[str]],
@@ -99,6 +101,7 @@ class Announcer:
         self._identity = identity
         self._runs = runs
         self._namespace = namespace
+        self._adapters = adapters
         self._own_limits = own_limits
         self._broken = broken
         self._loaded = loaded
@@ -179,6 +182,7 @@ class Announcer:
             loaded=tuple(self._loaded()),
             busy=Counter(run.model for run in runs),
             limits={name: limits for name in self._models if (limits := self._own_limits(name))},
+            adapters={name: dict(has) for name in self._models if (has := self._adapters(name))},
         )
 
     def _now(self) -> float:
@@ -199,13 +203,19 @@ def _known(packed: Mapping[bytes, bytes]) -> list[WorkerInfo]:
 
 
 def _widest(model: str, living: Iterable[WorkerInfo]) -> dict[str, Any]:
-    """Of each limit the most that any worker of a model takes; only those that all have."""
+    """Of each limit the most that any worker of a model takes; only those that all have. And all
+    the adapters that any of them has."""
+    living = list(living)
+    adapters: dict[str, str] = {}
+    for each in living:
+        adapters |= each.adapters.get(model, {})
     serving = [each.limits.get(model, {}) for each in living if model in each.models]
-    return {
+    most = {
         name: max(limits[name] for limits in serving)
         for name in MODEL_LIMITS
         if serving and all(name in limits for limits in serving)
     }
+    return {**most, "adapters": adapters}
 
 
 def _said(model: str, packed: bytes | None) -> ModelInfo | None:
@@ -219,16 +229,17 @@ def _said(model: str, packed: bytes | None) -> ModelInfo | None:
 
 
 def _limited(
-    info: ModelInfo, widest: Mapping[str, int], before: ModelInfo | None, patience: float
+    info: ModelInfo, widest: Mapping[str, Any], before: ModelInfo | None, patience: float
 ) -> ModelInfo:
-    """With the limits of the living workers, which become narrower than before only after
-    `patience` seconds: who took more may just be starting again."""
+    """With limits and adapters of the living workers, which become narrower and fewer than before
+    only after `patience` seconds: who took more may just be starting again."""
     now = info.announced_at
-    living: dict[str, Any] = {name: widest.get(name) for name in MODEL_LIMITS}
+    living: dict[str, Any] = {name: widest.get(name) for name in (*MODEL_LIMITS, "adapters")}
     if before is not None and before.wide_at is not None:
         kept: dict[str, Any] = {
             name: _wider(living[name], getattr(before, name)) for name in MODEL_LIMITS
         }
+        kept["adapters"] = {**(before.adapters or {}), **living["adapters"]}
         # As long as nobody said anything, nobody could be missed.
         is_news = now - before.announced_at > ALIVE_S
         wide_at = now if is_news else before.wide_at

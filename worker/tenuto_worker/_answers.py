@@ -83,8 +83,8 @@ class Left:
     """A queued job that this worker has to leave to others for so many `seconds` more.
 
     `why` is `geometry`, or `checkpoints` where only those are out of reach. No time is set (0
-    seconds) for `limits` of this worker, `memory` that it has not now, and `suspect`: the job has
-    to run apart, and this worker runs others.
+    seconds) for `limits` of this worker, an `adapter` or `memory` that it has not, and `suspect`:
+    the job has to run apart, and this worker runs others.
     """
 
     job_id: str

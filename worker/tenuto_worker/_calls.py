@@ -6,7 +6,8 @@ the attempt is no longer the current one. `JobScripts` runs them; `_answers` has
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, Generic, NotRequired, TypedDict, TypeVar, Unpack
 
@@ -61,6 +62,8 @@ class Terms(TypedDict):
             for `exact_wait_s` to workers that have the same.
         max_prompt, max_tokens: the longest prompt and answer; None is no limit.
         room_alone: tokens of both together for which it has memory when it runs nothing.
+        adapters: the fingerprint of the geometry with each adapter that it has; others' jobs are
+            left.
     """
 
     fingerprint: str
@@ -69,6 +72,7 @@ class Terms(TypedDict):
     max_prompt: NotRequired[int | None]
     max_tokens: NotRequired[int | None]
     room_alone: NotRequired[int | None]
+    adapters: NotRequired[Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +107,11 @@ def claim_call(
     own = (holder, nonce, terms["fingerprint"], terms["reach"])
     attempt = (lease_ms, terms["exact_wait_s"], int(again))
     limits = _limits(terms.get("max_prompt"), terms.get("max_tokens"), room)
-    patience = (*_limits(terms.get("room_alone")), memory_wait_s)
+    patience: tuple[Argument, ...] = (
+        *_limits(terms.get("room_alone")),
+        memory_wait_s,
+        _adapters(terms),
+    )
     return Call("claim", (model, *own, *attempt, *limits, int(alone), *patience), read_claim)
 
 
@@ -128,7 +136,11 @@ def preempt_call(
     """
     own = (holder, *_place(terms))
     limits = _limits(terms.get("max_prompt"), terms.get("max_tokens"), room)
-    apart = (*_limits(terms.get("room_alone")), int(may_empty))
+    apart: tuple[Argument, ...] = (
+        *_limits(terms.get("room_alone")),
+        int(may_empty),
+        _adapters(terms),
+    )
     return Call("preempt", (model, *own, *limits, patience_s, hold_s, *apart), read_yield)
 
 
@@ -256,7 +268,12 @@ def _place(terms: Terms) -> tuple[str, str, float]:
 
 def _when_alone(model: str, terms: Terms) -> tuple[Argument, ...]:
     limits = (terms.get("max_prompt"), terms.get("max_tokens"), terms.get("room_alone"))
-    return (model, *_place(terms), *_limits(*limits))
+    return (model, *_place(terms), *_limits(*limits), _adapters(terms))
+
+
+def _adapters(terms: Terms) -> str:
+    adapters = terms.get("adapters")
+    return json.dumps(adapters) if adapters else ""
 
 
 def _limits(*most: int | None) -> tuple[int, ...]:

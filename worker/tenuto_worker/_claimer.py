@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
@@ -24,10 +24,11 @@ from ._scripts import JobScripts
 from ._settings import WorkerSettings
 from ._yielding import Yielding
 
-_NO_TIME: Final = ("limits", "memory", "suspect")
+_NO_TIME: Final = ("adapter", "limits", "memory", "suspect")
 _WHY_LEFT: Final = {
     "geometry": "its tokens are from another geometry; after that it is recomputed here",
     "checkpoints": "its checkpoints are in another data dir; after that it is replayed here",
+    "adapter": "this worker does not have its adapter",
     "limits": "it is over --max-prompt or --max-tokens of this worker",
     "memory": "it needs more memory than is free",
     "suspect": "a worker died on it, so that it has to run apart",
@@ -36,11 +37,16 @@ _WHY_LEFT: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model that this worker serves, as the queue needs to know it."""
+    """A model that this worker serves, as the queue needs to know it.
+
+    Attributes:
+        fingerprint: of its geometry; `adapters` has it with each of its adapters.
+    """
 
     name: str
     fingerprint: str
     slots: int
+    adapters: Mapping[str, str] = field(default_factory=dict)
 
 
 class Claimer:
@@ -207,6 +213,7 @@ class Claimer:
             "max_prompt": self._settings.max_prompt,
             "max_tokens": self._settings.max_tokens,
             "room_alone": self._pool.max_context(model),
+            "adapters": self._served[model].adapters,
         }
 
     def claim_one(self, model: str) -> bool:

@@ -65,6 +65,10 @@ class LeftToOthers(WorkerError):
     """The job is over a limit of this worker, and another one may take it."""
 
 
+class NoAdapter(WorkerError):
+    """This worker does not have the job's adapter any more."""
+
+
 class RedisAway(WorkerError):
     """Redis cannot serve now; the same call may succeed later."""
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Self
+
+from ._model_adapters import ModelAdapters
 
 if TYPE_CHECKING:
     from tenuto_engine import Engine, ModelFacts, RowCost
 
     from ._run import Run
+    from ._settings import WorkerSettings
 
 _LONGEST_PAUSE_S: Final = 300.0
 
@@ -32,6 +35,7 @@ class Hosted:
     """A model under the name by which it is served.
 
     Attributes:
+        adapters: its LoRA adapters here.
         facts: what its files tell; None if they could not be read.
         engine: there while it is warm.
         cost: what a row takes; None if its files do not tell, before it was loaded once.
@@ -43,6 +47,7 @@ class Hosted:
 
     name: str
     path: str
+    adapters: ModelAdapters = field(default_factory=ModelAdapters)
     state: ModelState = ModelState.COLD
     facts: ModelFacts | None = None
     engine: Engine | None = None
@@ -53,6 +58,13 @@ class Hosted:
     reason: str = ""
     retry_at: float = 0.0
     waiting: list[Run] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, name: str, settings: WorkerSettings) -> Self:
+        """One of the models of a worker."""
+        folder = settings.adapter_folders.get(name)
+        adapters = ModelAdapters(name, folder, settings.hash_cache)
+        return cls(name, settings.models[name], adapters)
 
     @property
     def in_memory(self) -> bool:
@@ -97,8 +109,10 @@ class Hosted:
 
     def need(self, tokens: int) -> int:
         """Bytes of a row of so many tokens; 0 as long as nobody knows."""
-        return 0 if self.cost is None else self.cost.of(tokens)
+        if self.cost is None or tokens <= 0:
+            return 0
+        return self.cost.of(tokens) + self.adapters.largest
 
     def tokens_in(self, size: float) -> int | None:
         """The most tokens of a row in so many bytes; None if memory sets no limit."""
-        return None if self.cost is None else self.cost.tokens_in(size)
+        return None if self.cost is None else self.cost.tokens_in(size - self.adapters.largest)

@@ -20,6 +20,7 @@ _OPTIONAL: Final = (
     "ran",
     "logprobs",
     "traceparent",
+    "adapter",
 )
 RECORDED: Final = (*_ALWAYS, *_OPTIONAL)
 """Fields of a job's hash that no attempt changes, or that count attempts. Those of `_OPTIONAL` are

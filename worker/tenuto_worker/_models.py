@@ -77,7 +77,7 @@ class ModelPool:
         self._settings = settings
         self._runs = runs
         self._outlets = outlets
-        self._hosted = {name: Hosted(name, path) for name, path in settings.models.items()}
+        self._hosted = {name: Hosted.of(name, settings) for name in settings.models}
         self._to_load: list[Hosted] = []
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
@@ -167,6 +167,16 @@ class ModelPool:
     def fingerprint(self, model: str) -> str:
         """Of the geometry that the model has or would have; "" if its files cannot be read."""
         return self._hosted[model].fingerprint
+
+    def adapters(self, model: str) -> Mapping[str, str]:
+        """The same with each of its adapters."""
+        return self._hosted[model].adapters.fingerprints
+
+    def look_at_adapters(self, model: str) -> None:
+        """Notice now that one is gone."""
+        hosted = self._hosted[model]
+        if hosted.facts is not None and hosted.adapters.look(hosted.facts):
+            self._outlets.changed()
 
     def engine(self, model: str) -> Engine:
         """The engine of a model that has runs past their loading."""
@@ -311,9 +321,11 @@ class ModelPool:
             yield from hosted.waiting
 
     def _look_around(self) -> None:
-        """Notice files that were mended."""
+        """Notice files that were mended, and adapters that came or went."""
         now = time.monotonic()
         for hosted in self._hosted.values():
+            if hosted.facts is not None and hosted.adapters.look_if_due(hosted.facts):
+                self._outlets.changed()
             if hosted.facts is None and not hosted.rests(now):
                 with self.loads.of(hosted.name):
                     found = self._look(hosted)
@@ -332,11 +344,10 @@ class ModelPool:
                 self.loads.downloads()
             facts = model_facts(
                 hosted.path,
-                chunk_size=self._settings.chunk_size,
-                hash_cache=self._settings.data_dir / "model-hashes.json",
-                kv_scheme=self._settings.kv_schemes.get(hosted.name),
-                compiled=hosted.name in self._settings.compiled,
+                hash_cache=self._settings.hash_cache,
+                **self._settings.numerics(hosted.name),
             )
+            hosted.adapters.look(facts)
         except EngineError as error:
             self._failed(hosted, str(error))
             return False
@@ -367,13 +378,12 @@ class ModelPool:
             engine = Engine.load(
                 hosted.path,
                 slots=self._settings.slots,
-                chunk_size=self._settings.chunk_size,
                 pipelined=self._settings.pipelined,
-                hash_cache=self._settings.data_dir / "model-hashes.json",
+                hash_cache=self._settings.hash_cache,
                 prefix_cache=self.prefixes,
                 prefill_turn=self._turn,
-                kv_scheme=self._settings.kv_schemes.get(hosted.name),
-                compiled=hosted.name in self._settings.compiled,
+                adapters=hosted.adapters.folder,
+                **self._settings.numerics(hosted.name),
             )
             assert engine.geometry is not None
         except Exception as error:  # noqa: BLE001 - one model's trouble; the others go on

@@ -9,7 +9,6 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
 import msgpack
@@ -27,7 +26,8 @@ from tenuto_client._text_length import least_tokens
 
 from ._calls import Bound, bind_call
 from ._checkpoints import Checkpoints, engine_tokens
-from ._errors import BadJob, Interrupted, LeftToOthers, NoMemory
+from ._errors import BadJob, Interrupted, LeftToOthers, NoAdapter, NoMemory
+from ._geometry_of_run import describe_geometry, judge_geometry
 from ._job_limits import JobLimits
 from ._models import Admission
 from ._other_workers import OtherWorkers
@@ -38,6 +38,7 @@ from ._settings import WorkerSettings
 
 if TYPE_CHECKING:
     from tenuto_engine import (
+        Adapter,
         Checkpoint,
         CheckpointStore,
         Engine,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
 _PAGE = 1000
 # About how many tokens are prefilled in the time of one that is decoded.
 _DECODE_COST = 16
-_MATCHER: Final = "llguidance_version"
 PREFILLED: Final = "recovery=fast: published tokens were prefilled"
 
 
@@ -103,6 +103,7 @@ class Preparer:
     Args:
         engine_of: the engine of a model; only its tokenizer and geometry are used.
         admit: reserves memory for a run's row of so many tokens, prompt and answer.
+        adapter_gone: called with a model of which an adapter is not there any more.
         others: asked for workers that have more memory.
         limits: asked whether a job is within them, once its prompt is counted.
         client: a connection of this thread's own, for the stream.
@@ -119,6 +120,7 @@ class Preparer:
         *,
         engine_of: Callable[[str], Engine],
         admit: Callable[[Run, int], Admission],
+        adapter_gone: Callable[[str], object],
         others: OtherWorkers,
         limits: JobLimits,
         checkpoints: Checkpoints,
@@ -132,6 +134,7 @@ class Preparer:
         self._patience = patience
         self._engine_of = engine_of
         self._admit = admit
+        self._adapter_gone = adapter_gone
         self._others = others
         self._limits = limits
         self._checkpoints = checkpoints
@@ -164,6 +167,9 @@ class Preparer:
         except LeftToOthers as error:
             run.log.info("job left to other workers", why=str(error))
             self._outlets.end(run, End(EndKind.RELEASED, "limits"))
+        except NoAdapter as error:
+            run.log.info("job left to other workers", why=str(error))
+            self._outlets.end(run, End(EndKind.RELEASED, "adapter"))
         except NoMemory as error:
             run.log.info("job waits for memory", why=str(error))
             self._outlets.end(run, End(EndKind.RELEASED, "memory"))
@@ -197,12 +203,15 @@ class Preparer:
         if options.grammar is not None:
             # Here, so that no row waits for it.
             options = replace(options, grammar=engine.compile_grammar(options.grammar))
+        if spec.adapter is not None:
+            options = replace(options, adapter=self._adapter(run, spec.adapter, engine))
+        geometry = engine.geometry_of(options.adapter)
         self._check_text(run, spec, engine)
         prompt = prompt_ids(run, spec, engine)
         check_length(len(prompt), options.max_tokens, engine.context_length)
-        described = describe_geometry(engine.geometry, options)
-        judge_geometry(run, engine.geometry, described)
-        self._bind(run, prompt, engine.geometry, described)
+        described = describe_geometry(geometry, options)
+        judge_geometry(run, geometry, described)
+        self._bind(run, prompt, geometry, described)
         self._wait(run, lambda: self._limits.check(run, len(prompt), options.max_tokens))
         self._reserve(run, len(prompt), options.max_tokens)
         # Published tokens stand first in the run, so that all of it can be sent again.
@@ -221,7 +230,7 @@ class Preparer:
     ) -> Plan:
         from tenuto_engine import Prefix
 
-        geometry = engine.geometry
+        geometry = engine.geometry_of(options.adapter)
         assert spec.seed is not None, "submit draws one"
         checkpoint = self._checkpoints.choose(
             run, prompt=prompt, published=published, seed=spec.seed, geometry=geometry
@@ -243,7 +252,7 @@ class Preparer:
             roads = [*resume_road(run, checkpoint, options, known, prompt), *roads]
         covered = 0 if checkpoint is None else len(checkpoint.cache_tokens)
         # A checkpoint in mid-prompt may be behind what others have read of the same.
-        prefix = engine.find_prefix(prompt) if covered < len(prompt) else Prefix()
+        prefix = engine.find_prefix(prompt, options) if covered < len(prompt) else Prefix()
         if prefix.tokens > covered:
             roads.insert(0, Road(prompt, replace(replay, prefix=prefix)))
         options = replace(options, prefix=prefix)
@@ -262,6 +271,24 @@ class Preparer:
             exactness=run.exactness,
         )
         return Plan(run, engine, store, tuple(roads))
+
+    def _adapter(self, run: Run, name: str, engine: Engine) -> Adapter:
+        """Here, so that no row waits for it, and once, so that one that is replaced meanwhile is
+        no other one's.
+
+        Raises:
+            NoAdapter: it has gone since the claim.
+            UnsupportedAdapter: it is damaged.
+        """
+        from tenuto_engine import InvalidOption, UnsupportedAdapter
+
+        try:
+            return engine.load_adapter(name)
+        except UnsupportedAdapter:
+            raise
+        except InvalidOption as error:
+            self._adapter_gone(run.model)
+            raise NoAdapter(str(error)) from error
 
     def _check_text(self, run: Run, spec: JobSpec, engine: Engine) -> None:
         """Refuse what is far too long before it is tokenized, for which all others would wait.
@@ -465,33 +492,3 @@ def check_length(prompt: int, max_tokens: int, context: int | None, at_least: st
             f"model's context {context}",
             hint=f"at most {left} can follow this prompt",
         )
-
-
-def describe_geometry(geometry: Geometry, options: GenerationOptions) -> dict[str, Any]:
-    """The geometry that a run has here; with a grammar, what says which tokens may come is part
-    of it."""
-    matcher = {} if options.grammar is None else {_MATCHER: version("llguidance")}
-    return geometry.to_dict() | matcher
-
-
-def judge_geometry(run: Run, geometry: Geometry, described: Mapping[str, Any]) -> None:
-    """Label the run `recomputed` if what it published came from another geometry."""
-    claim = run.claim
-    is_same = claim.fingerprint == geometry.fingerprint
-    if claim.fingerprint is None or claim.tokens == 0 or (is_same and _MATCHER not in described):
-        return
-    try:
-        stored = msgpack.unpackb(claim.geometry or b"\x80")
-        if is_same:
-            _judge_matcher(run, described[_MATCHER], stored.get(_MATCHER))
-            return
-        other = type(geometry).from_dict(stored)
-    except (AttributeError, KeyError, TypeError, ValueError, msgpack.UnpackException):
-        run.relabel("geometry changed: it was described by another version")
-    else:
-        run.relabel(f"geometry changed: {', '.join(geometry.differences(other))}")
-
-
-def _judge_matcher(run: Run, here: str, there: object) -> None:
-    if there not in (None, here):
-        run.relabel(f"geometry changed: {_MATCHER}: {here} here, {there} there")

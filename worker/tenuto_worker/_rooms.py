@@ -88,6 +88,7 @@ class Rooms:
             loaded=self.pool.loaded,
             last_death=last_death,
             note=ServedNote(settings.data_dir, identity.name, settings.redis_url),
+            adapters=self.pool.adapters,
             own_limits=lambda model: {
                 name: limit
                 for name in MODEL_LIMITS
@@ -276,6 +277,7 @@ class Rooms:
             self._patience,
             engine_of=self.pool.engine,
             admit=self.pool.admit,
+            adapter_gone=self.pool.look_at_adapters,
             others=others,
             limits=JobLimits(self._settings, others),
             checkpoints=Checkpoints(
@@ -307,7 +309,12 @@ class Rooms:
 
     def _describe_models(self) -> None:
         for name in self._settings.models:
-            self._served[name] = Served(name, self.pool.fingerprint(name), self._settings.slots)
+            self._served[name] = Served(
+                name,
+                self.pool.fingerprint(name),
+                self._settings.slots,
+                self.pool.adapters(name),
+            )
         self._announcer.describe(self.pool.facts)
 
     def _own_limit(self, limit: str, model: str) -> int | None:

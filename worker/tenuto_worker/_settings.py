@@ -42,6 +42,7 @@ class WorkerSettings:
         kv_schemes: name of a model -> the text of the scheme by which its KV is quantized; others
             have full precision.
         compiled: names of the models whose decode steps are compiled.
+        adapter_folders: name of a model -> the folder of its LoRA adapters; others have none.
         max_prompt, max_tokens: a job with more is left to other workers; None is no limit.
         disk_budget: bytes that checkpoints may take; infinite is no limit, None is what they take
             and four fifths of what is free.
@@ -93,6 +94,7 @@ class WorkerSettings:
     pipelined: bool | None = None
     kv_schemes: Mapping[str, str] = field(default_factory=dict)
     compiled: Sequence[str] = ()
+    adapter_folders: Mapping[str, str] = field(default_factory=dict)
     max_prompt: int | None = None
     max_tokens: int | None = None
     disk_budget: float | None = None
@@ -165,6 +167,11 @@ class WorkerSettings:
         return self.renew_seconds or self.lease_seconds * 0.3
 
     @property
+    def hash_cache(self) -> Path:
+        """Remembers the hashes of model files."""
+        return self.data_dir / "model-hashes.json"
+
+    @property
     def prefixes_dir(self) -> Path:
         """Holds the KV of prompts' beginnings, which is only ever a saving of time."""
         return self.data_dir / "prefixes"
@@ -173,6 +180,14 @@ class WorkerSettings:
     def checkpoints_dir(self) -> Path:
         """Holds one folder for each job."""
         return self.data_dir / "checkpoints"
+
+    def numerics(self, model: str) -> dict[str, Any]:
+        """What decides a model's geometry here, as the engine's functions take it."""
+        return {
+            "chunk_size": self.chunk_size,
+            "kv_scheme": self.kv_schemes.get(model),
+            "compiled": model in self.compiled,
+        }
 
     def limit(self, phase: str) -> float:
         """How many seconds an attempt may go without progress in a phase."""

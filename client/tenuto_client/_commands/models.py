@@ -59,6 +59,7 @@ def _line(model: ModelInfo) -> dict[str, Any]:
         "queued": model.queued,
         "announced_at": model.announced_at,
         **{name: value for name, value in limits.items() if value is not None},
+        **({} if model.adapters is None else {"adapters": sorted(model.adapters)}),
     }
 
 
@@ -67,8 +68,12 @@ def _row(model: ModelInfo) -> str:
     said = when(model.announced_at)
     return (
         f"{model.name:<25}{context:>9}{model.workers:>9}{model.queued:>9}  {said:<21}"
-        f"{_limits(model)}\n"
+        f"{_limits(model)}{_adapters(model)}\n"
     )
+
+
+def _adapters(model: ModelInfo) -> str:
+    return f"; adapters {', '.join(sorted(model.adapters))}" if model.adapters else ""
 
 
 def _limits(model: ModelInfo) -> str:

@@ -60,6 +60,7 @@ def _rows(record: JobRecord, waits: str | None) -> list[tuple[str, str]]:
         ("worker" if record.state is JobState.RUNNING else "last worker", record.worker),
         ("apart", _SUSPECT if record.suspect else None),
         ("made way", count(record.preemptions, "time") if record.preemptions else None),
+        ("adapter", record.adapter),
         ("tenant", record.tenant),
         ("priority", record.priority),
         ("deadline", None if record.deadline is None else when(record.deadline)),

@@ -52,6 +52,7 @@ _PLAIN: Final[tuple[tuple[str, type, str, str], ...]] = (
     ("repetition_penalty", float, "X", "divides the logits of recent tokens (1: off)"),
     ("presence_penalty", float, "X", "subtracted from those of recent tokens (0: off)"),
     ("frequency_penalty", float, "X", "the same for each time a token was seen (0: off)"),
+    ("adapter", str, "NAME", "with this LoRA adapter of the model (tenuto models; none)"),
     ("priority", int, "P", "-100 to 100, higher goes first (0)"),
     ("idempotency_key", str, "K", "the same key of the same tenant gives the same job again"),
     ("tenant", str, "T", "whose job it is; tenants take turns (default)"),

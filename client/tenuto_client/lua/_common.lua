@@ -477,13 +477,25 @@ local function remove(id)
   redis.call('ZREMRANGEBYSCORE', key_removed(), '-inf', now() - 86400)
 end
 
+-- The fingerprints by adapter of a worker, as it sends them.
+local function adapters_of(text)
+  if not text or text == '' then return {} end
+  return cjson.decode(text)
+end
+
 -- Why a worker may not take a queued job now, and for how many seconds; nil when it may. `terms` are its max_prompt, max_tokens
--- and room in tokens (negative or absent is no limit), fingerprint, reach and exact_wait. With `refuses`, what is over
+-- and room in tokens (negative or absent is no limit), fingerprint, reach, exact_wait and adapters, which has the fingerprint
+-- with each adapter that it has. With `refuses`, what is over
 -- the model's announced max_prompt or max_context may be taken, if it has not begun, so that it ends with the numbers instead of
 -- waiting for ever. They are the widest of all workers, and hold for some minutes after the widest has gone.
 local function unfit(id, terms)
-  local mine, where, queued_at, tokens, prompt, wanted = unpack(redis.call('HMGET', key_job(id),
-    'fingerprint', 'reach', 'queued_at', 'tokens', 'prompt_tokens', 'max_tokens'))
+  local mine, where, queued_at, tokens, prompt, wanted, adapter = unpack(redis.call('HMGET', key_job(id),
+    'fingerprint', 'reach', 'queued_at', 'tokens', 'prompt_tokens', 'max_tokens', 'adapter'))
+  local ours = terms.fingerprint
+  if adapter then
+    ours = terms.adapters[adapter]
+    if not ours then return 'adapter', 0 end
+  end
   prompt, wanted = tonumber(prompt or 0), tonumber(wanted)
   local function is_over(value, most)
     most = tonumber(most or -1)
@@ -497,9 +509,9 @@ local function unfit(id, terms)
   local is_long = is_over(prompt, terms.max_prompt) and not is_refused(prompt, 'max_prompt')
   if is_long or is_over(wanted, terms.max_tokens) then return 'limits', 0 end
   local wait = terms.exact_wait - (now() - tonumber(queued_at))
-  local is_home = mine == terms.fingerprint and (tokens == '0' or where == terms.reach)
+  local is_home = mine == ours and (tokens == '0' or where == terms.reach)
   if mine and not is_home and wait > 0 then
-    return mine == terms.fingerprint and 'checkpoints' or 'geometry', wait
+    return mine == ours and 'checkpoints' or 'geometry', wait
   end
   if is_over(prompt + wanted, terms.room) and not is_refused(prompt + wanted, 'max_context') then
     return 'memory', 0

@@ -13,7 +13,7 @@ from typing import Any, Final
 from tenuto_client import Settings
 from tenuto_client._sizes import parse_size
 from tenuto_client.keys import MODEL_NAME, MODEL_NAME_HINT
-from tenuto_worker._commands import _kv_flags
+from tenuto_worker._commands import _adapter_flags, _kv_flags
 from tenuto_worker._errors import ConfigError, StartError
 from tenuto_worker._settings import BUDGET, MEMORY, SIZE, WorkerSettings, disk_budget, size
 
@@ -34,6 +34,7 @@ examples:
   tenuto worker --model smollm2=/models/SmolLM2-135M-Instruct
   tenuto worker --model small=/models/a --model large=org/repo --slots 4 --redis redis://db:6379
   tenuto worker --model small=/models/a --model large=org/repo --kv large=8:64:0
+  tenuto worker --model small=/models/a --adapters /adapters
 
 Each flag can also be set as TENUTO_<FLAG>, such as TENUTO_SLOTS=4 or
 TENUTO_MODEL="a=/models/a b=/models/b".
@@ -178,6 +179,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         )
     _kv_flags.configure(parser)
     parser.add_argument("--compiled", action="append", metavar="NAME", help=_COMPILED)
+    _adapter_flags.configure(parser)
 
 
 def run(args: argparse.Namespace, settings: Settings) -> int:
@@ -226,6 +228,7 @@ def _values(args: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, A
             values[knob.name] = value
     values["kv_schemes"] = _kv_flags.kv_schemes(args, environ, values["models"])
     values["compiled"] = _compiled(args, environ, values["models"])
+    values["adapter_folders"] = _adapter_flags.adapter_folders(args, environ, values["models"])
     return values
 
 

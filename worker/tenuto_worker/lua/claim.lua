@@ -1,17 +1,19 @@
 -- Take the best queued job of a model: suspects, if nothing else runs here; then highest priority, then tenants in turn, then age.
 -- A: model, holder, nonce, fingerprint, reach, lease in ms, exact_wait in s, 1 when this nonce was tried before,
 -- max_prompt and max_tokens of this worker, tokens for which it has memory now (-1 is no limit), 1 when it runs nothing,
--- tokens for which it has memory then, and for how many seconds a job waits for memory before nothing is taken in front of it
+-- tokens for which it has memory then, for how many seconds a job waits for memory before nothing is taken in front of it, and
+-- the fingerprints by adapter, as JSON
 -- A job that has begun is left for exact_wait to workers of its own fingerprint and checkpoint reach.
 -- A job that no step can be taken with is put aside.
 -- Returns 'job', the id of this data set, the ids of the earlier ones whose checkpoints may be used, and the
 -- fields of the job's hash; or 'aside' and of one that was put aside its id, its state or 'gone', and what is wrong with it.
 -- Where there is no job for this worker: an empty list; or 'left' and,
 -- of up to 16 jobs that it has to leave to others, three values each: id, seconds for which it still must (0: as long as they
--- want), 'geometry', 'checkpoints', 'limits', 'memory' or 'suspect' as the reason.
+-- want), 'geometry', 'checkpoints', 'adapter', 'limits', 'memory' or 'suspect' as the reason.
 local model, holder, nonce, fingerprint, reach = A[1], A[2], A[3], A[4], A[5]
 local lease_ms, exact_wait = A[6], tonumber(A[7])
-local terms = { max_prompt = A[9], max_tokens = A[10], room = A[11], refuses = true, fingerprint = fingerprint, reach = reach, exact_wait = exact_wait }
+local terms = { max_prompt = A[9], max_tokens = A[10], room = A[11], refuses = true, fingerprint = fingerprint, reach = reach, exact_wait = exact_wait,
+  adapters = adapters_of(A[15]) }
 local alone = A[12] == '1'
 local most, memory_wait = tonumber(A[13] or -1), tonumber(A[14] or 0)
 local keep_room = false

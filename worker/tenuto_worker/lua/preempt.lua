@@ -1,11 +1,12 @@
 -- Whether an attempt of this worker is to make way, when it has no slot for what waits.
 -- A: model, holder, fingerprint, reach, exact_wait in s, max_prompt, max_tokens, room in tokens, seconds that a job waits before
 -- anything makes way for it, seconds that an attempt has at least (doubled with each time that its job made way before),
--- room when this worker runs nothing, 1 when it would take a suspect then
+-- room when this worker runs nothing, 1 when it would take a suspect then, the fingerprints by adapter as JSON
 -- Returns {} | {'yield', id of the attempt's job, id of the job that waits} | {'apart', id of a suspect that waits for a worker
 -- which runs nothing}.
 local model, holder = A[1], A[2]
-local terms = { fingerprint = A[3], reach = A[4], exact_wait = tonumber(A[5]), max_prompt = A[6], max_tokens = A[7] }
+local terms = { fingerprint = A[3], reach = A[4], exact_wait = tonumber(A[5]), max_prompt = A[6], max_tokens = A[7],
+  adapters = adapters_of(A[13]) }
 local room, patience, hold_s, room_alone, may_empty = tonumber(A[8]), tonumber(A[9]), tonumber(A[10]), A[11], A[12] == '1'
 -- A worker that does not ask what it should has so long, before the next in order makes way.
 local ABSENT_S, MOST_DOUBLINGS = 3, 4

@@ -1,4 +1,4 @@
--- Hand a running job back. A: id, epoch, nonce, durable, reason ('drain' | 'preempt' | 'limits' | 'memory' | 'error'), error
+-- Hand a running job back. A: id, epoch, nonce, durable, reason ('drain' | 'preempt' | 'limits' | 'adapter' | 'memory' | 'error'), error
 -- Only 'error' counts against the job. Returns 'fenced' or the state that the job is in now.
 local id, epoch, nonce, durable, reason, error_text = unpack(A)
 if not owned(id, epoch, nonce) then return 'fenced' end
