@@ -145,7 +145,7 @@ def test_what_makes_the_masks_of_a_grammar_is_known_after_a_recover(
     dead.save()
     lose_everything(jobs)
     say()
-    monkeypatch.setattr("tenuto_worker._preparer.version", lambda name: "0.0.1")
+    monkeypatch.setattr("tenuto_worker._geometry_of_run.version", lambda name: "0.0.1")
     heir = start(name="host-dir-1")
     heir.claim()
     heir.finish()

@@ -202,7 +202,8 @@ class WorkerSettings:
     def from_json(cls, line: str) -> Self:
         """The inverse of `to_json`."""
         values: dict[str, Any] = json.loads(line)
-        return cls(**values | {"data_dir": Path(values["data_dir"])})
+        made = {"data_dir": Path(values["data_dir"]), "compiled": tuple(values["compiled"])}
+        return cls(**values | made)
 
 
 def size(text: str) -> float:
