@@ -29,6 +29,7 @@ import mlx.core as mx
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
+from adapter_shop import write_adapter  # noqa: E402
 from bench.checkpoint_model import ModelSize, build_model  # noqa: E402
 from bench.checkpoint_report import Table  # noqa: E402
 from bench.figures import lower_bound, versioned_machine  # noqa: E402
@@ -39,7 +40,6 @@ from tenuto_engine import (  # noqa: E402
     GenerationOptions,
     Prefix,
     PrefixCache,
-    Token,
     opentelemetry_spans,
 )
 from tenuto_engine._model import LoadedModel, load  # noqa: E402
@@ -51,6 +51,22 @@ COLUMNS = ("model", "context", "feature", "rounds x tokens", "tokens/s", "ratio"
 WARM_UP = 4
 READING: Final = "beside a long prompt"
 _WARM: Final = {"temperature": 0.8}
+_ADAPTER: Final = "bench"
+# Of such a text the grammar forces more than half.
+_RECORDS: Final = {
+    "type": "array",
+    "minItems": 1000,
+    "items": {
+        "type": "object",
+        "properties": {
+            "temperature_in_degrees": {"type": "integer", "minimum": -50, "maximum": 50},
+            "description": {"enum": ["sunny with some clouds", "rain from the west", "fog"]},
+        },
+        "required": ["temperature_in_degrees", "description"],
+        "additionalProperties": False,
+    },
+    "x-guidance": {"whitespace_flexible": False},
+}
 _STOPS: Final = tuple(f"never {number}" for number in range(16))
 
 
@@ -95,8 +111,13 @@ FEATURES: Final[Mapping[str, Feature]] = {
     "min_tokens": Feature({"min_tokens": 100_000, "ignore_eos": False}),
     "logprobs=20": Feature({"logprobs": 20}),
     "16 stop strings": Feature({"stop": _STOPS}, same_bits=True),
-    "grammar, a regex": Feature({"grammar": {"regex": "[a-zA-Z ,.]+"}, "ignore_eos": False}),
-    "grammar, JSON": Feature({"grammar": {"json_schema": True}, "ignore_eos": False}),
+    "grammar: a regex": Feature({"grammar": {"regex": "[a-zA-Z ,.]+"}, "ignore_eos": False}),
+    "grammar: JSON": Feature({"grammar": {"json_schema": True}, "ignore_eos": False}),
+    "grammar: records": Feature({"grammar": {"json_schema": _RECORDS}, "ignore_eos": False}),
+    "the same with jump_forward": Feature(
+        {"grammar": {"json_schema": _RECORDS}, "ignore_eos": False, "jump_forward": True}
+    ),
+    "LoRA of rank 8": Feature({"adapter": _ADAPTER}),
     "checkpoints on disk": Feature(callbacks=_checkpoints, same_bits=True),
     "trace spans": Feature(
         callbacks=lambda folder: {"on_span": opentelemetry_spans()}, same_bits=True
@@ -116,32 +137,27 @@ class Row:
             engine.step()
             if self._sequence.error is not None:
                 raise self._sequence.error
+        self._had = len(self._sequence.tokens)
         self.seconds = 0.0
-        self.stepped = 0
 
     def step(self) -> None:
-        """One token, if it has not ended."""
+        """One step, if it has not ended."""
         if self._sequence.state.is_end:
             return
         began = time.perf_counter()
         self._engine.step()
         self.seconds += time.perf_counter() - began
-        self.stepped += 1
 
     @property
     def speed(self) -> float:
         """Tokens a second of the steps measured."""
         assert self._sequence.error is None, self._sequence.error
-        return self.stepped / self.seconds
+        return (len(self._sequence.tokens) - self._had) / self.seconds
 
     @property
     def told(self) -> list[tuple[int, float]]:
         """Tokens and their logprobs."""
-        return [(token.token, token.logprob) for token in self._tokens]
-
-    @property
-    def _tokens(self) -> list[Token]:
-        return self._sequence.tokens[: WARM_UP + self.stepped]
+        return [(token.token, token.logprob) for token in self._sequence.tokens]
 
     def close(self) -> None:
         """Free it."""
@@ -151,8 +167,11 @@ class Row:
 class Bench:
     """One loaded model, and an engine for each feature."""
 
-    def __init__(self, loaded: LoadedModel, names: Sequence[str], context: int) -> None:
+    def __init__(
+        self, loaded: LoadedModel, names: Sequence[str], context: int, adapters: Path
+    ) -> None:
         self.loaded = loaded
+        self._adapters = adapters
         # So that a prompt is read once for all rows of a geometry.
         self._prefixes = PrefixCache(2**30)
         self.engines = {name: self._engine(FEATURES[name]) for name in names}
@@ -166,6 +185,7 @@ class Bench:
         if "kv_scheme" in how:
             how["kv_scheme"] = scheme_of(how["kv_scheme"], self.loaded.path)
         how.setdefault("pipelined", True if _on_gpu() else None)
+        how["adapters"] = self._adapters if "adapter" in feature.options else None
         return Engine(
             self.loaded, slots=2, chunk_size=default_chunk(), prefix_cache=self._prefixes, **how
         )
@@ -261,8 +281,12 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="put the rows into BENCHMARKS.md")
     args = parser.parse_args()
     names = list(FEATURES) if args.only is None else ["plain", *args.only.split(",")]
-    with _model(args.model, bf16=args.bf16) as (name, folder):
-        bench = Bench(load(folder), names, args.context)
+    with (
+        _model(args.model, bf16=args.bf16) as (name, folder),
+        tempfile.TemporaryDirectory(prefix="tenuto-bench-") as adapters,
+    ):
+        write_adapter(Path(adapters), _ADAPTER, folder)
+        bench = Bench(load(folder), names, args.context, Path(adapters))
         rounds: list[dict[str, Any]] = []
         for _ in range(args.rounds):
             rounds.append(dict(bench.round(args.tokens)))
