@@ -385,6 +385,7 @@ def test_a_data_dir_that_cannot_be_made_ends_the_worker_with_2_and_names_it(
         (("--model", "my model=x"), "'my model'"),
         (("--model", "m=x", "--lease-seconds", "inf"), "--lease-seconds"),
         (("--model", "m=x", "--grace-seconds", "inf"), "--grace-seconds"),
+        (("--model", "m=x", "--restart-pause", "-1"), "--restart-pause"),
         (("--model", "m=x", "--checkpoint-seconds", "nan"), "--checkpoint-seconds"),
         (("--model", "m=x", "--exact-wait", "-1"), "--exact-wait"),
         (("--model", "m=x", "--redis", "redis://:12/sesame@h"), "redis: not a Redis URL"),
