@@ -84,14 +84,14 @@ def tiny_config(kind: Kind, vocab_size: int, context_length: int, eos: int) -> d
     }
     if kind == "llama":
         return shared | {
-            "num_hidden_layers": 3,
+            "num_hidden_layers": 2,
             "intermediate_size": 128,
             "rms_norm_eps": 1e-5,
             "tie_word_embeddings": False,
         }
     if kind == "gemma3_text":
         return shared | {
-            "num_hidden_layers": 4,
+            "num_hidden_layers": 2,
             "intermediate_size": 128,
             "head_dim": 16,
             "rms_norm_eps": 1e-6,
@@ -100,7 +100,7 @@ def tiny_config(kind: Kind, vocab_size: int, context_length: int, eos: int) -> d
             "sliding_window_pattern": 2,
         }
     return shared | {
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 3,
         "norm_eps": 1e-5,
         "conv_bias": False,
         "conv_L_cache": 3,
@@ -109,7 +109,7 @@ def tiny_config(kind: Kind, vocab_size: int, context_length: int, eos: int) -> d
         "block_multiple_of": 32,
         "block_ffn_dim_multiplier": 1.0,
         "block_auto_adjust_ff_dim": False,
-        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        "layer_types": ["conv", "full_attention", "conv"],
     }
 
 
