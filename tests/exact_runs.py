@@ -39,7 +39,7 @@ from tiny_models import KINDS, Kind
 from workers import WorkerProcess, poll_until
 
 PROMPT = "Tell me of the sea, of the café on its shore and of 日本語."
-LENGTH = 240
+LENGTH = 120
 """Tokens of a job if nothing stopped it; its stop string comes up after some nine tenths."""
 
 Models = Mapping[Kind, Path]
@@ -334,7 +334,7 @@ def worker_of(
     """A worker of all the models, with checkpoints often enough to matter."""
     (first, folder), *others = models.items()
     more = [part for kind, path in others for part in ("--model", f"{kind}={path}")]
-    more += ["--slots", str(slots), "--checkpoint-every", "32", "--exact-wait", "0.5"]
+    more += ["--slots", str(slots), "--checkpoint-every", "16", "--exact-wait", "0.5"]
     return WorkerProcess(
         folder,
         url,

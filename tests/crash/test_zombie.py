@@ -24,11 +24,11 @@ def test_a_worker_that_wakes_after_its_lease_is_gone_publishes_nothing(
         scene.submit()
         with worker_of(models, redis_url, namespace, tmp_path, lease=1.0) as heir:
             # Asleep in the middle of whatever it was doing; the heir is not even there yet.
-            scene.wait_tokens(150)
+            scene.wait_tokens(75)
             zombie.stop()
             asleep = [each.job.id for each in scene.unfinished]
             heir.wait_for("attempt prepared", count=len(asleep))
-            scene.wait_more(60)
+            scene.wait_more(30)
             zombie.cont()
             for job in asleep:
                 assert_fenced(zombie, job)
