@@ -19,8 +19,9 @@ LoadEngine = Callable[..., Engine]
 
 TOKENS = 11
 LEAST = 6
-# One of each kind of cache.
+# One of each kind of cache; and those that differ in what is pending when a loop runs ahead.
 MODELS: tuple[CacheModel, ...] = ("llama", "gemma3_text", "lfm2", "llama4", "deepseek_v3")
+MODELS_AHEAD: tuple[CacheModel, ...] = ("llama", "gemma3_text", "lfm2")
 
 WARM: dict[str, Any] = {"temperature": 2.5, "seed": 20261129, "max_tokens": TOKENS}
 FEATURES: dict[str, dict[str, Any]] = {
@@ -62,7 +63,8 @@ def test_all_the_models_are_kinds_of_cache() -> None:
 @pytest.fixture(params=[False, True], ids=["synchronous", "pipelined"])
 def engines(load_engine: LoadEngine, request: pytest.FixtureRequest) -> dict[CacheModel, Engine]:
     other = load_engine("llama")
-    return {model: engine_in_memory(other, model, pipelined=request.param) for model in MODELS}
+    models = MODELS_AHEAD if request.param else MODELS
+    return {model: engine_in_memory(other, model, pipelined=request.param) for model in models}
 
 
 def prompt_of(engine: Engine) -> list[int]:
