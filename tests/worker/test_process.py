@@ -19,7 +19,7 @@ from tenuto_client._records import EndEvent
 from tenuto_client._server import ensure_server, find_server, stop_server
 from workers import WorkerProcess, child_is_alive, poll_until
 
-OPTIONS: dict[str, Any] = {"max_tokens": 400, "temperature": 0.8, "seed": 11}
+OPTIONS: dict[str, Any] = {"max_tokens": 240, "temperature": 0.8, "seed": 11}
 
 
 @pytest.fixture(scope="module")
