@@ -247,7 +247,7 @@ def test_attention_that_does_something_of_its_own_with_keys_is_refused() -> None
 @pytest.mark.parametrize(
     ("layers", "reason"),
     [
-        ((1, 3), "there is no layer 3, the model has 3 caches"),
+        ((3, 4), "there is no layer 4, the model has 4 caches"),
         ((0, 1), "layer 0 has no KV, only recurrent state"),
     ],
 )
