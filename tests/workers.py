@@ -5,7 +5,7 @@
         os.kill(worker.child_pid, signal.SIGKILL)     # or worker.kill_child()
         worker.term()                                 # drain; returns the exit code
 
-Leases and the rests of children that keep dying are short, so that what waits for them is soon over.
+Leases, and the rests of children that keep dying, are short: what waits for them is soon over.
 """
 
 from __future__ import annotations

@@ -168,12 +168,13 @@ def test_tokens_and_logprobs_are_those_of_generate_step(
         )
     )
     ids = [int(token) for token, _ in made]
+    rows: list[list[float]] = [row.tolist() for _, row in made]
     assert len(set(ids)) > 3, "the model says the same thing all the time"
     for pipelined in (False, True):
         engine = engine_of(name, model, llama, pipelined=pipelined)
         told = run(engine, PROMPT, max_tokens=TOKENS, logprobs=5, **asked)
         assert told.ids == ids
-        for token, (_, row) in zip(told.tokens, made, strict=True):
-            likeliest = sorted(range(row.size), key=lambda i: (-row[i].item(), i))[:5]
-            assert token.logprob == row[token.token].item()
-            assert token.top_logprobs == tuple((i, row[i].item()) for i in likeliest)
+        for token, row in zip(told.tokens, rows, strict=True):
+            likeliest = sorted(range(len(row)), key=lambda i: (-row[i], i))[:5]
+            assert token.logprob == row[token.token]
+            assert token.top_logprobs == tuple((i, row[i]) for i in likeliest)
