@@ -221,10 +221,9 @@ def test_a_symlink_to_the_data_dir_leads_to_the_same_server(data_dir: Path, tmp_
 
 
 def test_ctrl_c_in_the_starters_terminal_does_not_reach_the_server(data_dir: Path) -> None:
-    starter = _python(
-        f"{ENSURE}\nsys.stdout.flush()\nimport signal\nsignal.pause()",
-        data_dir,
-    )
+    # Who runs tests in the background may have Ctrl-C ignored, and what it starts would do so too.
+    heeds = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
+    starter = _python(f"{heeds}\n{ENSURE}\nsys.stdout.flush()\nsignal.pause()", data_dir)
     assert starter.stdout is not None
     url = starter.stdout.readline().strip()
     os.killpg(starter.pid, signal.SIGINT)

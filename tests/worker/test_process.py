@@ -321,20 +321,6 @@ def _fails(tmp_path: Path, *flags: str, code: int) -> str:
     return done.stderr
 
 
-def test_a_broken_model_folder_ends_the_worker_with_2_and_names_the_folder(
-    common: RealServer, tmp_path: Path
-) -> None:
-    folder = tmp_path / "no-model"
-    folder.mkdir()
-    said = _fails(
-        tmp_path,
-        *("--model", f"m={folder}", "--data-dir", str(tmp_path / "d"), "--redis", common.url),
-        code=2,
-    )
-
-    assert str(folder) in said
-
-
 @pytest.mark.parametrize("path", ["nowhere", "./no/where", "{}/nowhere"])
 def test_a_path_that_leads_nowhere_ends_the_worker_with_2_before_anything_is_made(
     tmp_path: Path, path: str
