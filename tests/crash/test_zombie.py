@@ -34,7 +34,8 @@ def test_a_worker_that_wakes_after_its_lease_is_gone_publishes_nothing(
                 assert_fenced(zombie, job)
             # What the zombie did to the disk must not have hurt the heir's checkpoints.
             heir.kill()
-            left = len(scene.unfinished)
+            # Readers may be a little behind.
+            left = sum(not each.job.status().state.is_over for each in scene.jobs)
             scene.assert_exact(references)
             resumed = prepared([zombie])[len(cases) :]
             assert len(resumed) >= left
