@@ -15,6 +15,9 @@ PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 	"$$python" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' \
 		>/dev/null 2>&1 && { echo "$$python"; break; }; done)
 
+# Tests start hundreds of processes; none shall compile what another one has compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Once set up for CUDA, an environment stays so.
 CUDA ?= $(wildcard $(VENV)/.cuda)
 
@@ -49,9 +52,11 @@ demo: $(READY) ## Kill a worker in mid-generation and watch the story go on, bit
 	@$(BIN)/tenuto demo
 
 # Tests mostly wait for the processes that they start. A file's tests stay together, as they share
-# what takes long to set up.
+# what takes long to set up; files come by name, as those with the fewest tests take longest and
+# must not be last.
 JOBS ?= 2
-parallel = $(if $(filter-out 0 1,$(JOBS)),--numprocesses=$(JOBS) --dist=loadfile)
+parallel = $(if $(filter-out 0 1,$(JOBS)),--numprocesses=$(JOBS) --dist=loadfile \
+	--no-loadscope-reorder)
 
 .PHONY: test
 test: $(READY) ## Run the tests, but for those marked slow

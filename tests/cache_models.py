@@ -173,7 +173,10 @@ _CONFIGS: Final[Mapping[CacheModel, Callable[[], dict[str, Any]]]] = {
     "llama": lambda: tiny_config("llama", VOCABULARY, 4096, 0),
     # Heads wide enough for the groups of a quantized cache.
     "llama_wide": lambda: tiny_config("llama", VOCABULARY, 4096, 0) | {"head_dim": 64},
-    "gemma3_text": lambda: tiny_config("gemma3_text", VOCABULARY, 4096, 0),
+    # Two rings and a cache that keeps all.
+    "gemma3_text": lambda: (
+        tiny_config("gemma3_text", VOCABULARY, 4096, 0) | {"num_hidden_layers": 3}
+    ),
     "lfm2": lambda: tiny_config("lfm2", VOCABULARY, 4096, 0),
     "mamba2": _mamba2,
     "qwen3_next": _qwen3_next,

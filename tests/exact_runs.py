@@ -22,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from engine_runs import run
 from servers import RealServer
 from tenuto_client import (
     Client,
@@ -39,7 +40,7 @@ from tiny_models import KINDS, Kind
 from workers import WorkerProcess, poll_until
 
 PROMPT = "Tell me of the sea, of the café on its shore and of 日本語."
-LENGTH = 240
+LENGTH = 120
 """Tokens of a job if nothing stopped it; its stop string comes up after some nine tenths."""
 
 Models = Mapping[Kind, Path]
@@ -114,6 +115,19 @@ def with_late_stop(case: Case, engine: Engine) -> Case:
             if "\ufffd" not in stop and text.find(stop) == start:
                 return replace(case, options=case.options | SubmitOptions(stop=[stop, *DECOYS]))
     raise AssertionError(f"{case.name}: no string comes up late for the first time")
+
+
+def outcome_of(case: Case, engine: Engine) -> Outcome:
+    """What a reader gets of the job when nothing happens, made by the engine alone."""
+    given: dict[str, Any] = dict(case.options)
+    prompt = engine.encode_prompt(case.prompt)
+    done = run(engine, prompt, **given)
+    tokens = tuple(
+        Token(each.token, each.index, each.text, each.logprob, each.top_logprobs)
+        for each in done.tokens
+    )
+    usage = Usage(len(prompt), len(tokens))
+    return Outcome(tokens, JobState.COMPLETED, done.finish_reason, done.end_text, usage, "exact")
 
 
 class Reading:
@@ -334,7 +348,7 @@ def worker_of(
     """A worker of all the models, with checkpoints often enough to matter."""
     (first, folder), *others = models.items()
     more = [part for kind, path in others for part in ("--model", f"{kind}={path}")]
-    more += ["--slots", str(slots), "--checkpoint-every", "32", "--exact-wait", "0.5"]
+    more += ["--slots", str(slots), "--checkpoint-every", "16", "--exact-wait", "0.5"]
     return WorkerProcess(
         folder,
         url,
@@ -388,6 +402,7 @@ __all__ = [
     "Scene",
     "assert_same",
     "make_cases",
+    "outcome_of",
     "perform",
     "prepared",
     "with_late_stop",

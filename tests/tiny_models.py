@@ -48,12 +48,14 @@ def build_tiny_model(
     vocab_size: int | None = None,
     dtype: str = "float32",
     wide: bool = False,
+    layers: int | None = None,
 ) -> Path:
     """Write a random model with its tokenizer into `folder` (created) and return the folder.
 
     `vocab_size` is the number of rows of the embedding; by default, and at least, the size of the
     tokenizer's vocabulary (`len(tiny_vocabulary())`). The same arguments give the same bytes.
-    Heads are 16 wide, or if `wide` 32, which is the least that can be quantized.
+    Heads are 16 wide, or if `wide` 32, which is the least that can be quantized. `layers` is None
+    for the few that the kind needs to have all its caches.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -64,6 +66,8 @@ def build_tiny_model(
     config = tiny_config(kind, rows, context_length, vocabulary[EOS])
     if wide:
         config |= _WIDE[kind]
+    if layers is not None:
+        config |= {"num_hidden_layers": layers}
     _write_json(folder / "config.json", config)
     _write_tokenizer(folder, vocabulary, context_length)
     _write_weights(folder / "model.safetensors", config, seed, dtype)
@@ -84,14 +88,14 @@ def tiny_config(kind: Kind, vocab_size: int, context_length: int, eos: int) -> d
     }
     if kind == "llama":
         return shared | {
-            "num_hidden_layers": 3,
+            "num_hidden_layers": 2,
             "intermediate_size": 128,
             "rms_norm_eps": 1e-5,
             "tie_word_embeddings": False,
         }
     if kind == "gemma3_text":
         return shared | {
-            "num_hidden_layers": 4,
+            "num_hidden_layers": 2,
             "intermediate_size": 128,
             "head_dim": 16,
             "rms_norm_eps": 1e-6,

@@ -5,7 +5,7 @@
         os.kill(worker.child_pid, signal.SIGKILL)     # or worker.kill_child()
         worker.term()                                 # drain; returns the exit code
 
-Leases are short, so that what waits for them takes a second.
+Leases, and the rests of children that keep dying, are short: what waits for them is soon over.
 """
 
 from __future__ import annotations
@@ -76,7 +76,14 @@ class WorkerProcess:
         self._log = data_dir / f"log-{time.monotonic_ns()}"
         command = ["tenuto", "worker", "--model", f"{name}={model}", "--data-dir", str(data_dir)]
         command += ["--namespace", namespace, "--lease-seconds", str(lease)]
-        command += ["--log-format", "json", *(["--redis", url] if url else []), *flags]
+        command += [
+            "--restart-pause",
+            "0.1",
+            "--log-format",
+            "json",
+            *(["--redis", url] if url else []),
+            *flags,
+        ]
         command[0] = str(Path(sys.executable).with_name("tenuto"))
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(

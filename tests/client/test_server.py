@@ -131,8 +131,8 @@ def test_everything_in_the_folder_belongs_to_its_user_alone(data_dir: Path) -> N
         assert path.stat().st_mode & 0o077 == 0, path
 
 
-def test_twenty_racing_processes_start_one_server(data_dir: Path) -> None:
-    racers = [_python(ENSURE, data_dir) for _ in range(20)]
+def test_racing_processes_start_one_server(data_dir: Path) -> None:
+    racers = [_python(ENSURE, data_dir) for _ in range(10)]
     answers = {racer.communicate(timeout=60)[0].strip() for racer in racers}
     assert answers == {server_url(data_dir)}
     log = (data_dir / "redis" / "log").read_text()
@@ -221,10 +221,9 @@ def test_a_symlink_to_the_data_dir_leads_to_the_same_server(data_dir: Path, tmp_
 
 
 def test_ctrl_c_in_the_starters_terminal_does_not_reach_the_server(data_dir: Path) -> None:
-    starter = _python(
-        f"{ENSURE}\nsys.stdout.flush()\nimport signal\nsignal.pause()",
-        data_dir,
-    )
+    # Who runs tests in the background may have Ctrl-C ignored, and what it starts would do so too.
+    heeds = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)"
+    starter = _python(f"{heeds}\n{ENSURE}\nsys.stdout.flush()\nsignal.pause()", data_dir)
     assert starter.stdout is not None
     url = starter.stdout.readline().strip()
     os.killpg(starter.pid, signal.SIGINT)
@@ -250,16 +249,16 @@ def test_a_server_that_loads_its_file_is_waited_for(
     data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with _connect(ensure_server(data_dir)) as client, client.pipeline(transaction=False) as pipe:
-        for number in range(10_000):
+        for number in range(5_000):
             pipe.set(f"key:{number}", "value")
         pipe.execute()
     _kill_server(data_dir)
     monkeypatch.setitem(SETTINGS, "key-load-delay", "800")  # microseconds
     started = time.monotonic()
     # It loads for longer than that, and says so; a busy machine takes a while to start it.
-    with _connect(ensure_server(data_dir, timeout=5)) as client:
-        assert time.monotonic() - started > 6
-        assert client.dbsize() == 10_000
+    with _connect(ensure_server(data_dir, timeout=3)) as client:
+        assert time.monotonic() - started > 3.5
+        assert client.dbsize() == 5_000
 
 
 def test_stop_waits_until_the_server_is_gone_and_keeps_its_data(data_dir: Path) -> None:

@@ -37,7 +37,7 @@ def test_jobs_cancelled_again_and_again_while_queued_and_while_running_end_the_s
         worker.wait_ready()
         scene.submit()
         for _ in range(5):
-            scene.wait_more(chance.randrange(20, 100))
+            scene.wait_more(chance.randrange(10, 50))
             for performance in chance.sample(scene.jobs, 3):
                 interrupt(scene, performance)
         scene.assert_exact(references)
@@ -69,7 +69,7 @@ def test_a_cancelled_job_goes_on_exactly_on_a_worker_started_afterwards(
         with worker_of(models, redis_url, namespace, here) as one:
             one.wait_ready()
             scene.submit()
-            scene.wait_tokens(300)
+            scene.wait_tokens(150)
             for performance in scene.unfinished:
                 performance.job.cancel()
             scene.wait_ends()

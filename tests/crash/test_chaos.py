@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from crash.chaos.faults import WEIGHTS
 from crash.chaos.pool import make_pool
 from crash.chaos.stage import Stage
 from crash.chaos.storm import Plan, Storm
@@ -14,8 +15,9 @@ from exact_runs import Models
 
 @pytest.mark.timeout(300)
 def test_a_storm_of_faults_loses_nothing_doubles_nothing_and_changes_no_bit(models: Models) -> None:
-    plan = Plan(seed=20261130, faults=20, every=1.5, open_jobs=12, calm=60)
-    pool = make_pool(models, (150, 400), random.Random(plan.seed))
+    # Each kind of fault once.
+    plan = Plan(seed=20261130, faults=len(WEIGHTS), every=0.8, open_jobs=8, calm=60)
+    pool = make_pool(models, (60, 160), random.Random(plan.seed))
     with Stage(models) as stage:
         done = Storm(plan, stage, pool, print).run()
         if done.violations:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import secrets
 from pathlib import Path
 from typing import Any
 
@@ -67,21 +66,18 @@ def test_a_worker_killed_in_mid_text_changes_no_bit(
     models: Models, redis_url: str, namespace: str, tmp_path: Path
 ) -> None:
     cases = make_grammar_cases(models)
-    undisturbed = f"t{secrets.token_hex(4)}:"
-    with worker_of(models, redis_url, undisturbed, tmp_path / "undisturbed") as worker:
-        worker.wait_ready()
-        references = perform(redis_url, undisturbed, cases)
-    for name, outcome in references.items():
-        assert_fits(name, outcome)
-        assert any(token.jumped for token in outcome.tokens) == name.startswith("jumps")
-    total = sum(len(outcome.tokens) for outcome in references.values())
-    # Apart from each other, so that each kill meets a child that decodes.
-    steps = [total * part // 4 for part in (1, 2, 3)]
     with (
-        worker_of(models, redis_url, namespace, tmp_path / "killed") as worker,
+        worker_of(models, redis_url, namespace, tmp_path) as worker,
         Scene(redis_url, namespace, cases) as scene,
     ):
         worker.wait_ready()
+        references = perform(redis_url, namespace, cases)
+        for name, outcome in references.items():
+            assert_fits(name, outcome)
+            assert any(token.jumped for token in outcome.tokens) == name.startswith("jumps")
+        total = sum(len(outcome.tokens) for outcome in references.values())
+        # Apart from each other, so that each kill meets a child that decodes.
+        steps = [total * part // 3 for part in (1, 2)]
         scene.submit()
         for step in steps:
             scene.wait_tokens(step)

@@ -32,7 +32,7 @@ def test_connections_cut_in_mid_word_change_no_bit_and_take_no_job_over(
     tmp_path: Path,
 ) -> None:
     total = sum(len(outcome.tokens) for outcome in references.values())
-    steps = sorted(random.Random(11).sample(range(1, total - 60), 12))
+    steps = sorted(random.Random(11).sample(range(1, total - 30), 8))
     with (
         CutProxy(server.socket) as proxy,
         worker_of(models, proxy.url, namespace, tmp_path, slots=3) as worker,
@@ -66,7 +66,7 @@ def test_a_server_that_stands_still_for_longer_than_a_lease_changes_no_bit_and_n
         worker.wait_ready()
         idle.wait_ready()
         scene.submit()
-        scene.wait_tokens(150)
+        scene.wait_tokens(75)
         server.pause()
         began = scene.tokens
         # Not a wait for something to happen, but the outage itself.

@@ -50,7 +50,7 @@ def test_jobs_in_every_state_survive_the_loss_of_redis_and_end_bit_for_bit(
             _wait_end(ended[done.name])
             going = {case.name: before.submit_one(case) for case in (queued, *running)}
             poll_until(
-                lambda: all(each.count >= 70 for each in going.values()), "some tokens of each"
+                lambda: all(each.count >= 35 for each in going.values()), "some tokens of each"
             )
             worker.kill()
         outcomes = {name: each.outcome() for name, each in ended.items()}
@@ -81,7 +81,7 @@ def test_jobs_in_every_state_survive_the_loss_of_redis_and_end_bit_for_bit(
 
 def _cancel(scene: Scene, case: Case) -> Performance:
     performance = scene.submit_one(case)
-    poll_until(lambda: performance.count >= 40, "some tokens")
+    poll_until(lambda: performance.count >= 20, "some tokens")
     performance.job.cancel()
     _wait_end(performance)
     return performance
@@ -89,7 +89,7 @@ def _cancel(scene: Scene, case: Case) -> Performance:
 
 def _fail(scene: Scene, case: Case, server: RealServer) -> Performance:
     performance = scene.submit_one(case)
-    poll_until(lambda: performance.count >= 40, "some tokens")
+    poll_until(lambda: performance.count >= 20, "some tokens")
     with server.client() as client:
         client.hset(KEYS.job(performance.job.id), "deadline", "1")
     _wait_end(performance)

@@ -18,7 +18,7 @@ def test_a_server_killed_in_mid_run_changes_no_bit(
     tmp_path: Path,
 ) -> None:
     total = sum(len(outcome.tokens) for outcome in references.values())
-    steps = sorted(random.Random(5).sample(range(1, total - 60), 4))
+    steps = sorted(random.Random(5).sample(range(1, total - 30), 3))
     with (
         worker_of(models, server.url, namespace, tmp_path) as worker,
         Scene(server.url, namespace, cases) as scene,
@@ -49,9 +49,9 @@ def test_a_worker_sends_again_what_the_server_lost(
     ):
         worker.wait_ready()
         scene.submit()
-        scene.wait_tokens(200)
+        scene.wait_tokens(100)
         past.take()
-        scene.wait_more(200)
+        scene.wait_more(100)
         past.bring_back()
         scene.assert_exact(references)
         assert worker.lines("redis lost tokens, sent again")
@@ -70,9 +70,9 @@ def test_a_checkpoint_ahead_of_the_stream_has_its_tokens_published_first(
         with worker_of(models, server.url, namespace, tmp_path) as one:
             one.wait_ready()
             scene.submit()
-            scene.wait_tokens(150)
+            scene.wait_tokens(75)
             past.take()
-            scene.wait_more(400)
+            scene.wait_more(200)
             one.kill()
         past.bring_back()
         with worker_of(models, server.url, namespace, tmp_path) as two:
@@ -100,7 +100,7 @@ def test_a_job_that_ended_after_what_the_server_remembers_ends_the_same_again(
     ):
         worker.wait_ready()
         scene.submit()
-        scene.wait_tokens(300)
+        scene.wait_tokens(150)
         past.take()
         # Their checkpoints go with their ends, so it is all done again from the prompt.
         scene.assert_exact(references)

@@ -23,7 +23,7 @@ def test_a_child_killed_at_random_steps_changes_no_bit(
     tmp_path: Path,
 ) -> None:
     total = sum(len(outcome.tokens) for outcome in references.values())
-    steps = sorted(random.Random(seed).sample(range(1, total - 60), 4))
+    steps = sorted(random.Random(seed).sample(range(1, total - 30), 3))
     with (
         worker_of(models, redis_url, namespace, tmp_path) as worker,
         Scene(redis_url, namespace, cases) as scene,

@@ -24,17 +24,18 @@ def test_a_worker_that_wakes_after_its_lease_is_gone_publishes_nothing(
         scene.submit()
         with worker_of(models, redis_url, namespace, tmp_path, lease=1.0) as heir:
             # Asleep in the middle of whatever it was doing; the heir is not even there yet.
-            scene.wait_tokens(150)
+            scene.wait_tokens(75)
             zombie.stop()
             asleep = [each.job.id for each in scene.unfinished]
             heir.wait_for("attempt prepared", count=len(asleep))
-            scene.wait_more(60)
+            scene.wait_more(30)
             zombie.cont()
             for job in asleep:
                 assert_fenced(zombie, job)
             # What the zombie did to the disk must not have hurt the heir's checkpoints.
             heir.kill()
-            left = len(scene.unfinished)
+            # Readers may be a little behind.
+            left = sum(not each.job.status().state.is_over for each in scene.jobs)
             scene.assert_exact(references)
             resumed = prepared([zombie])[len(cases) :]
             assert len(resumed) >= left

@@ -28,7 +28,8 @@ from tenuto_engine._kv_scheme import KVScheme
 from tenuto_engine._quantized_ring import QuantizedRotatingKVCache
 
 STEPS_AFTER: Final = 205
-"""Steps after the last crash: more than any window, and enough to let a wrong bit spread."""
+MODEL_STEPS_AFTER: Final = 80
+"""Steps after the last crash: more than a window, and enough to let a wrong bit spread."""
 
 # -- caches alone ----------------------------------------------------------------------
 
@@ -239,14 +240,14 @@ CASES: Final = {
     "llama": Case("llama", chunks=(128, 90, 1)),
     "llama, bfloat16": Case("llama", "bfloat16", (128, 90, 1)),
     "llama, concatenated": Case(
-        "llama", make=lambda: [mlx_caches.ConcatenateKVCache() for _ in range(3)]
+        "llama", make=lambda: [mlx_caches.ConcatenateKVCache() for _ in range(2)]
     ),
     "llama, ring with keep": Case(
-        "llama", make=lambda: [mlx_caches.RotatingKVCache(40, keep=4) for _ in range(3)]
+        "llama", make=lambda: [mlx_caches.RotatingKVCache(40, keep=4) for _ in range(2)]
     ),
     "llama, 4 bits": Case(
         "llama_wide",
-        make=lambda: [mlx_caches.QuantizedKVCache(group_size=32, bits=4) for _ in range(3)],
+        make=lambda: [mlx_caches.QuantizedKVCache(group_size=32, bits=4) for _ in range(2)],
     ),
     "llama, to 8 bits on the way": Case("llama_wide", "bfloat16", quantized=(64, 8)),
     "gemma3": Case("gemma3_text"),
@@ -315,7 +316,7 @@ def check_model(case: Case, takes: list[int], crashes: list[int], part: int) -> 
     """Takes and crashes by the number of the forward pass that they follow."""
     expected = undisturbed(case)
     run, journal = Run(case), Journal()
-    for number in range(max(crashes) + 1 + STEPS_AFTER):
+    for number in range(max(crashes) + 1 + MODEL_STEPS_AFTER):
         got = run.forward(number), layouts(run.caches)
         assert got == expected[number], f"differs at pass {number}"
         if number in takes:

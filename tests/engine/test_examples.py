@@ -45,7 +45,7 @@ def docstring_example(doc: str | None, having: str) -> str:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model that has hundreds of tokens to say to the prompt of the examples."""
-    return build_tiny_model(tmp_path_factory.mktemp("model"), seed=1)
+    return build_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def test_the_docstring_of_the_package_has_the_example_of_the_readme() -> None:

@@ -45,9 +45,14 @@ STYLES_HERE = {
 }
 
 grammars = pytest.mark.parametrize("grammar", GRAMMARS)
-# Each grammar and each style, without all their pairs.
+# Each kind of cache, each grammar and each style, without all their pairs.
 cases = pytest.mark.parametrize(
-    ("grammar", "style"), [("json_schema", "sampled"), ("regex", "greedy"), ("lark", "sampled")]
+    ("kind", "grammar", "style"),
+    [
+        ("llama", "json_schema", "sampled"),
+        ("gemma3_text", "regex", "greedy"),
+        ("lfm2", "lark", "sampled"),
+    ],
 )
 styles = pytest.mark.parametrize("style", STYLES_HERE)
 pipelines = pytest.mark.parametrize("pipelined", [False, True], ids=["synchronous", "pipelined"])

@@ -72,7 +72,7 @@ def test_tokens_flow_while_the_disk_hangs_and_all_becomes_durable_afterwards(
         tokens += [event.token for event in llama.step()]
         most = max(most, writer.pending_bytes)
     # What began as the prompt was read, and one delta behind it.
-    per_token = 3 * 2 * 2 * 16 * 4
+    per_token = 2 * 2 * 2 * 16 * 4
     assert most <= (len(prompt) + 8) * per_token
     assert store.durable == Durable()
     assert gate.reached.is_set()

@@ -15,7 +15,7 @@ from tenuto_client import SyncClient
 from tenuto_engine import _smollm2
 from workers import WorkerProcess
 
-TOKENS = 24
+TOKENS = 12
 PROMPT = "Name three instruments of an orchestra."
 CHUNK = 32
 """Both read the prompt in chunks of this size, without which bits may differ."""
@@ -28,7 +28,7 @@ def test_a_greedy_job_that_is_killed_on_the_way_says_what_mlx_lm_says(
     redis_url: str, namespace: str, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:
     folder = _smollm2.convert(_smollm2.locate(), tmp_path_factory.mktemp("real") / "smollm2")
-    flags = ("--chunk-size", str(CHUNK), "--checkpoint-every", "5")
+    flags = ("--chunk-size", str(CHUNK), "--checkpoint-every", "3")
     with (
         WorkerProcess(folder, redis_url, tmp_path, namespace=namespace, flags=flags) as worker,
         SyncClient(redis_url, namespace=namespace) as client,

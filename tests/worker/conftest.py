@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,10 +30,18 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny_model(tmp_path_factory.mktemp("model"), "llama")
 
 
+@pytest.fixture(scope="session")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of different models, which nobody changes."""
+    root = tmp_path_factory.mktemp("originals")
+    return {name: build_tiny_model(root / name, seed=seed) for seed, name in enumerate(NAMES, 1)}
+
+
 @pytest.fixture
-def folders(tmp_path: Path) -> dict[str, Path]:
+def folders(originals: dict[str, Path], tmp_path: Path) -> dict[str, Path]:
+    """Copies of them for one test."""
     return {
-        name: build_tiny_model(tmp_path / name, seed=seed) for seed, name in enumerate(NAMES, 1)
+        name: Path(shutil.copytree(folder, tmp_path / name)) for name, folder in originals.items()
     }
 
 

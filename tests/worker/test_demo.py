@@ -83,11 +83,11 @@ def _command_line(path: Path) -> str:
 
 @pytest.mark.timeout(240)
 def test_the_killed_job_comes_out_identical_on_the_real_model(data_dir: Path) -> None:
-    code, out, err = finish(start(data_dir, "--max-tokens", "12"))
+    code, out, err = finish(start(data_dir, "--max-tokens", "8"))
     assert (code, err) == (0, ""), out
     assert "SIGKILL to worker A" in out
     assert "2 attempts, exact" in out
-    assert "Identical: 12 tokens, logprobs and text." in out
+    assert "Identical: 8 tokens, logprobs and text." in out
     assert "\x1b" not in out, "no colours where there is no terminal"
     assert (data_dir / MODEL / "config.json").is_file()
     assert not (data_dir / "demo" / "run").exists()
@@ -131,7 +131,7 @@ def test_on_ones_own_redis_the_story_leaves_no_key(
     home.model = build_tiny_model(tmp_path / "tiny")
     home.open()
     try:
-        request = Request("hello", 700, 5, temperature=0.9, top_p=0.95, seed=7, ignore_eos=True)
+        request = Request("hello", 300, 5, temperature=0.9, top_p=0.95, seed=7, ignore_eos=True)
         outcome = asyncio.run(Story(Screen(io.StringIO()), home, request).tell())
         assert problems(outcome.killed, outcome.whole, outcome.kill) == []
     finally:

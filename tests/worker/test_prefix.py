@@ -9,7 +9,7 @@ import pytest
 from tenuto_client import Result, SyncClient
 from workers import WorkerProcess, poll_until
 
-LONG = 1500
+LONG = 600
 SEED = 5
 
 

@@ -139,6 +139,7 @@ class WorkerSettings:
         _at_least("--lease-seconds", self.lease_seconds, 0.5)
         _at_least("--exact-wait", self.exact_wait_seconds, 0.0)
         _at_least("--stall-seconds", self.stall_seconds, 1.0)
+        _at_least("--restart-pause", self.restart_pause_max, 0.0)
         _at_least("--grace-seconds", self.grace_seconds, 0.0)
         _at_least("--max-unsent-tokens", self.max_unsent_tokens, self.publish_tokens)
         if self.disk_budget is not None and not self.disk_budget > 0:

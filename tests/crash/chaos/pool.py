@@ -6,12 +6,10 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from engine_runs import run
-from exact_runs import GREEDY, PROMPT, SAMPLED, Case, Models, Outcome, with_late_stop
-from tenuto_client import JobState, SubmitOptions, Token, Usage
-from tenuto_engine import Engine, GenerationOptions
+from exact_runs import GREEDY, PROMPT, SAMPLED, Case, Models, Outcome, outcome_of, with_late_stop
+from tenuto_client import SubmitOptions
+from tenuto_engine import Engine
 from tiny_models import KINDS, build_tiny_model
 
 SLOTS = 2
@@ -47,20 +45,6 @@ def make_pool(models: Models, lengths: Sequence[int], chance: random.Random) -> 
             sampled = Case(f"{kind}-sampled-{length}", kind, long, SAMPLED | limit | seed)
             found += [Piece(case, outcome_of(case, engine)) for case in (greedy, sampled)]
     return tuple(found)
-
-
-def outcome_of(case: Case, engine: Engine) -> Outcome:
-    """What a reader gets of the job when nothing happens."""
-    given: dict[str, Any] = dict(case.options)
-    GenerationOptions(**given)
-    prompt = engine.encode_prompt(case.prompt)
-    done = run(engine, prompt, **given)
-    tokens = tuple(
-        Token(each.token, each.index, each.text, each.logprob, each.top_logprobs)
-        for each in done.tokens
-    )
-    usage = Usage(len(prompt), len(tokens))
-    return Outcome(tokens, JobState.COMPLETED, done.finish_reason, done.end_text, usage, "exact")
 
 
 def in_turn(pool: Sequence[Piece], chance: random.Random) -> Iterator[Piece]:

@@ -19,6 +19,7 @@ from .stage import Stage
 
 _RETRY_S: Final = 0.1
 _AT_MOST: Final = 1.5
+_STARTING_S: Final = 20
 
 
 @dataclass(frozen=True)
@@ -123,7 +124,7 @@ class Storm:
             for pause, fault, chance in self._plan.draw():
                 if self.outcomes.hits.total() >= self._plan.faults:
                     break
-                if time.monotonic() - self._began > _AT_MOST * self._plan.seconds:
+                if time.monotonic() - self._began > _AT_MOST * self._plan.seconds + _STARTING_S:
                     self._violated("the storm itself", "too many faults had nothing to hit")
                     break
                 due += pause

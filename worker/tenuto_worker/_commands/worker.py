@@ -129,6 +129,13 @@ _KNOBS: Final = (
         "without progress for so long, the worker's child is started anew (120)",
     ),
     _Knob(
+        "--restart-pause",
+        "restart_pause_max",
+        float,
+        "S",
+        "a child that keeps dying waits no longer for the next one (30)",
+    ),
+    _Knob(
         "--exact-wait",
         "exact_wait_seconds",
         float,
