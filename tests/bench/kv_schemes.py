@@ -24,7 +24,7 @@ sys.path.insert(0, str(HERE.parent))
 
 from bench.checkpoint_report import Table  # noqa: E402
 from bench.figures import lower_bound, versioned_machine  # noqa: E402
-from tenuto_engine import Engine, GenerationOptions  # noqa: E402
+from tenuto_engine import Engine, GenerationOptions, PrefixCache  # noqa: E402
 from tiny_models import build_tiny_model  # noqa: E402
 
 REPORT = HERE.parents[1] / "BENCHMARKS.md"
@@ -106,7 +106,11 @@ def main() -> int:
     contexts = [int(each) for each in args.contexts.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         model = _model(args.model, Path(folder))
-        engines = [Engine.load(model, kv_scheme=each) for each in [None, *schemes]]
+        # So that a round need not read the prompt again.
+        prefixes = PrefixCache(2**31)
+        engines = [
+            Engine.load(model, kv_scheme=each, prefix_cache=prefixes) for each in [None, *schemes]
+        ]
         rounds = {
             context: [measure(engines, context, args.tokens) for _ in range(args.rounds)]
             for context in contexts
