@@ -175,11 +175,20 @@ def test_dora_of_a_layer_that_cannot_have_it_is_refused(
 
 
 def test_the_adapter_of_a_model_of_another_shape_is_refused(
-    lora: Engine, looked: AdapterFolder, folder: Path, model_folders: dict[Kind, Path]
+    lora: Engine,
+    looked: AdapterFolder,
+    folder: Path,
+    model_folders: dict[Kind, Path],
+    tmp_path: Path,
 ) -> None:
-    for kind in ("gemma3_text", "lfm2"):
-        write_adapter(folder, kind, model_folders[kind], suffixes=None)
-        assert "was it trained on another model?" in refusal(lora, looked, kind)
+    # One of other layers, and one of more of them.
+    others = {
+        "lfm2": model_folders["lfm2"],
+        "deeper": build_tiny_model(tmp_path / "deeper", "llama", layers=5),
+    }
+    for name, model in others.items():
+        write_adapter(folder, name, model, suffixes=None)
+        assert "was it trained on another model?" in refusal(lora, looked, name)
 
 
 # -- damage ----------------------------------------------------------------------------
@@ -232,6 +241,10 @@ def test_a_damaged_file_is_refused_by_name(
     assert says in refusal(lora, looked)
 
 
+SIZE = 1024
+"""Bytes of the first tensor: of 64 numbers, at a rank of 4."""
+
+
 def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
     content = path.read_bytes()
     end = 8 + int.from_bytes(content[:8], "little")
@@ -242,8 +255,8 @@ def header_of(path: Path) -> tuple[dict[str, Any], bytes]:
     ("change", "says"),
     [
         ({"data_offsets": [0, 10**12]}, "its bytes are not those of its shape"),
-        ({"data_offsets": [-512, 0]}, "its bytes are not those of its shape"),
-        ({"data_offsets": [4, 516]}, "its bytes are not where they belong"),
+        ({"data_offsets": [-SIZE, 0]}, "its bytes are not those of its shape"),
+        ({"data_offsets": [4, SIZE + 4]}, "its bytes are not where they belong"),
         ({"data_offsets": [0]}, "is no safetensors file"),
         ({"shape": [2**40, 2**40]}, "its bytes are not those of its shape"),
         ({"shape": [-64, -4]}, "has no shape"),
@@ -261,7 +274,7 @@ def test_a_header_that_lies_is_refused(
         (name for name in header if name != "__metadata__"),
         key=lambda name: header[name]["data_offsets"],
     )
-    assert header[first]["data_offsets"] == [0, 512]
+    assert header[first]["data_offsets"] == [0, SIZE]
     header[first] |= change
     packed = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(packed)) + packed + payload)
