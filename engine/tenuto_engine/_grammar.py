@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Ids
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,15 +36,23 @@ class Grammar:
         source: what it was compiled from, one of ``json_schema``, ``regex`` and ``lark``.
         vocabulary: the tokenizer that it was compiled for.
         vocab_size: ids from here on are none of the model's.
+        ends: the ids with which the model ends.
     """
 
-    def __init__(self, source: Mapping[str, Any], vocabulary: LLTokenizer, vocab_size: int) -> None:
+    def __init__(
+        self,
+        source: Mapping[str, Any],
+        vocabulary: LLTokenizer,
+        vocab_size: int,
+        ends: Collection[int],
+    ) -> None:
         """Compile; raises ``InvalidOption`` with the parser's reason."""
         from llguidance import LLMatcher, LLParserLimits
 
         self.source = source
         self.vocabulary = vocabulary
         self.vocab_size = vocab_size
+        self.ends = sorted(ends)
         # Its verbose errors repeat the grammar and the text so far, and errors are logged.
         limits = LLParserLimits(verbose_errors=False)
         self._start = LLMatcher(vocabulary, _llguidance_form(source), log_level=0, limits=limits)
@@ -54,7 +62,7 @@ class Grammar:
 
     def begin(self) -> GrammarState:
         """Where a generation stands before its first token."""
-        return GrammarState(self._start.deep_copy(), self.vocab_size)
+        return GrammarState(self._start.deep_copy(), self.vocab_size, self.ends)
 
 
 class GrammarState:
@@ -65,8 +73,9 @@ class GrammarState:
     its forward, where that takes forced tokens along.
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+    def __init__(self, matcher: LLMatcher, vocab_size: int, ends: Ids[int]) -> None:
         self._matcher = matcher
+        self._ends = ends
         self._vocab_size = vocab_size
         self._matched = 0
 
@@ -87,6 +96,9 @@ class GrammarState:
         allowed = np.zeros(width, np.bool_)
         known = np.unpackbits(packed, bitorder="little")[:width]
         allowed[: known.size] = known
+        if not self._matcher.is_accepting():
+            # Where a tokenizer has an end token as ordinary text, it fits into any string.
+            allowed[[token for token in self._ends if token < width]] = False
         if not allowed.any():
             raise GenerationFailed(f"grammar: no token of the model may follow token {count}")
         return allowed

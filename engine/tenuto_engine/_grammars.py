@@ -47,11 +47,15 @@ class Grammars:
         with self._lock:
             found = self._kept.get(key)
             if found is None:
-                found = self._kept[key] = Grammar(source, self._wrapped(), self._loaded.vocab_size)
+                found = self._kept[key] = self._compiled(source)
             self._kept.move_to_end(key)
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
         return found
+
+    def _compiled(self, source: Mapping[str, Any]) -> Grammar:
+        loaded = self._loaded
+        return Grammar(source, self._wrapped(), loaded.vocab_size, loaded.eos_token_ids)
 
     def _wrapped(self) -> LLTokenizer:
         if self._vocabulary is None:

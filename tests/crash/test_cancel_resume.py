@@ -36,6 +36,9 @@ def test_jobs_cancelled_again_and_again_while_queued_and_while_running_end_the_s
     ):
         worker.wait_ready()
         scene.submit()
+        for performance in scene.jobs:
+            if performance.job.status().state is JobState.QUEUED:
+                interrupt(scene, performance)
         for _ in range(5):
             scene.wait_more(chance.randrange(10, 50))
             for performance in chance.sample(scene.jobs, 3):
@@ -88,7 +91,9 @@ def test_a_cancel_while_the_prompt_is_read_and_a_resume_at_once_change_no_bit(
     options = GREEDY | SubmitOptions(max_tokens=40)
     prompt = tuple(5 + (3 * place) % 250 for place in range(3000))
     long = [Case(kind, kind, prompt, options) for kind in models]
-    with worker_of(models, redis_url, namespace, tmp_path, lease=0.5) as worker:
+    # The prompts are read whole each time.
+    flags = ("--prefix-memory", "0", "--prefix-disk", "0")
+    with worker_of(models, redis_url, namespace, tmp_path, *flags, lease=0.5) as worker:
         worker.wait_ready()
         references = perform(redis_url, namespace, long)
         with Scene(redis_url, namespace, long) as scene:

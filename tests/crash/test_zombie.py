@@ -26,6 +26,7 @@ def test_a_worker_that_wakes_after_its_lease_is_gone_publishes_nothing(
             # Asleep in the middle of whatever it was doing; the heir is not even there yet.
             scene.wait_tokens(75)
             zombie.stop()
+            before = len(prepared([zombie]))
             asleep = [each.job.id for each in scene.unfinished]
             heir.wait_for("attempt prepared", count=len(asleep))
             scene.wait_more(30)
@@ -37,7 +38,7 @@ def test_a_worker_that_wakes_after_its_lease_is_gone_publishes_nothing(
             # Readers may be a little behind.
             left = sum(not each.job.status().state.is_over for each in scene.jobs)
             scene.assert_exact(references)
-            resumed = prepared([zombie])[len(cases) :]
+            resumed = prepared([zombie])[before:]
             assert len(resumed) >= left
             assert all(line["cached_tokens"] for line in resumed)
 

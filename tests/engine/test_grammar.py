@@ -17,6 +17,7 @@ from engine_runs import (
     STYLES,
     Run,
     encode,
+    engine_in_memory,
     finish,
     rest,
     resume,
@@ -407,3 +408,21 @@ def test_a_plain_run_knows_nothing_of_grammars(
     monkeypatch.setattr("tenuto_engine._decode.only_allowed", never)
     monkeypatch.setattr("tenuto_engine._grammars._wrap", never)
     assert run(llama, encode(llama), max_tokens=5).tokens
+
+
+def test_an_end_token_that_is_ordinary_text_too_ends_only_a_whole_text(llama: Engine) -> None:
+    # Of the models in memory a token is a character; this one is the tilde.
+    engine = engine_in_memory(llama, "llama", ends=frozenset((93,)))
+    for seed in range(5):
+        made = run(
+            engine,
+            [40, 41, 42],
+            grammar={"regex": "[ -~]{12,20}"},
+            logit_bias={93: 30.0},
+            temperature=1.0,
+            seed=seed,
+            max_tokens=60,
+        )
+        assert made.finish_reason == "stop"
+        assert len(made.text) == 12
+        assert made.ids.index(93) == 12

@@ -54,7 +54,7 @@ def resumed(
 
 def goes_on(engine: Engine, checkpoint: Checkpoint | None, published: int, whole: Run) -> None:
     """Assert that what follows comes to the bit, two drawn tokens far, by the same forwards."""
-    watched = engine._loaded.model
+    watched = engine._stepper._model
     assert isinstance(watched, Watched)
     watched.forwards.clear()
     sequence = resumed(engine, checkpoint, whole.tokens[:published])
