@@ -323,8 +323,8 @@ async def _held_back(
     if not held:
         return ""
     return (
-        f", {held} of them up to {EXACT_WAIT_S:.0f} s (--exact-wait) for a worker of its own "
-        "geometry and checkpoints"
+        f", {held} of them for a worker of its own geometry and checkpoints, for as long as "
+        f"--exact-wait says ({EXACT_WAIT_S:.0f} s by default)"
     )
 
 

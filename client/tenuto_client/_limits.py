@@ -174,6 +174,7 @@ def check_announced(spec: JobSpec, model: ModelInfo) -> None:
     )
     _check_adapter(spec, model)
     _check_context(spec, model, least)
+    _check_tokens(spec, model)
     for name, value, maximum in asked:
         if maximum is not None and value > maximum:
             raise refusal(spec, name, value, maximum)
@@ -194,10 +195,18 @@ def _check_context(spec: JobSpec, model: ModelInfo, least: int) -> None:
             f"is over the {room} tokens that {spec.model} can hold",
             hint=f"at most {room - least}",
         )
-    if spec.has_token_ids and model.vocab_size is not None:
-        for place, token in enumerate(cast(tuple[int, ...], spec.prompt)):
-            if token >= model.vocab_size:
-                raise InvalidRequest(
-                    f"prompt[{place}]", f"{token} is no token of {spec.model}",
-                    hint=f"its vocabulary has {model.vocab_size}",
-                )  # fmt: skip
+
+
+def _check_tokens(spec: JobSpec, model: ModelInfo) -> None:
+    if model.vocab_size is None:
+        return
+    prompt = cast(tuple[int, ...], spec.prompt) if spec.has_token_ids else ()
+    named = [(f"prompt[{place}]", token) for place, token in enumerate(prompt)]
+    named += [("logit_bias", token) for token in spec.logit_bias]
+    named += [("stop_token_ids", token) for token in spec.stop_token_ids]
+    for name, token in named:
+        if token >= model.vocab_size:
+            raise InvalidRequest(
+                name, f"{token} is no token of {spec.model}",
+                hint=f"its vocabulary has {model.vocab_size}",
+            )  # fmt: skip

@@ -110,8 +110,8 @@ def _queued(
         why = f"no worker of {job['model']} that is alive takes so much ({limit})"
     elif waits_for_its_own(job, now, workers, model):
         why = (
-            f"it has begun, and waits up to {EXACT_WAIT_S:.0f} s (--exact-wait of the workers) "
-            "for a worker of its own geometry and checkpoints"
+            "it has begun, and waits for a worker of its own geometry and checkpoints, for as long "
+            f"as --exact-wait of the workers says ({EXACT_WAIT_S:.0f} s by default)"
         )
     else:
         why = _what_holds_it_up(job, workers)

@@ -92,6 +92,18 @@ def check_folder(folder: Path) -> Path:
     return folder
 
 
+def ill_named(folder: Path) -> list[str]:
+    """The subfolders that no adapter can be named as, sorted; hidden ones are none."""
+    try:
+        return sorted(
+            path.name
+            for path in folder.iterdir()
+            if path.name[:1] != "." and not ADAPTER_NAME.fullmatch(path.name) and path.is_dir()
+        )
+    except OSError:
+        return []
+
+
 def adapter_names(folder: Path) -> list[str]:
     """The subfolders that may be adapters, sorted; those that no adapter can be named as are left
     out. A folder that cannot be read has none."""
@@ -191,7 +203,9 @@ def _open(folder: Path, name: str, file: str) -> IO[bytes]:
     try:
         path = (folder / name / file).resolve(strict=True)
     except FileNotFoundError:
-        raise UnsupportedAdapter(name, f"has no {file}", hint=_FORMAT_HINT) from None
+        is_peft = (folder / name / _PEFT_WEIGHTS).exists()
+        problem = "is in PEFT's format" if is_peft else f"has no {file}"
+        raise UnsupportedAdapter(name, problem, hint=_FORMAT_HINT) from None
     except RuntimeError:
         raise UnsupportedAdapter(name, f"{file}: a link that leads to itself") from None
     if not path.is_relative_to(folder.resolve()):
@@ -204,6 +218,7 @@ def _open(folder: Path, name: str, file: str) -> IO[bytes]:
     return os.fdopen(descriptor, "rb")
 
 
+_PEFT_WEIGHTS: Final = "adapter_model.safetensors"
 _FORMAT_HINT: Final = f"an adapter has {CONFIG} and {WEIGHTS}, as mlx_lm.lora writes them"
 
 

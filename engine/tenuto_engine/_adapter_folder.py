@@ -11,11 +11,13 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import load_model
 
 from tenuto_engine._adapter_files import (
+    NAME_HINT,
     AdapterFiles,
     Stamp,
     adapter_names,
     adapter_stamp,
     check_folder,
+    ill_named,
     look_at_adapter,
 )
 from tenuto_engine._adapter_layers import (
@@ -86,7 +88,11 @@ class AdapterFolder:
             changed = {key: found for key, found in remembered.items() if before.get(key) != found}
             write_remembered(self._hash_cache, read_remembered(self._hash_cache) | changed)
         self._seen = {name: self._seen[name] for name in stamps}
-        return {name: facts for name, (_, facts) in self._seen.items()}
+        found = {name: facts for name, (_, facts) in self._seen.items()}
+        return found | {
+            name: AdapterFacts(name, problem=f"its name must be {NAME_HINT}")
+            for name in ill_named(self.folder)
+        }
 
     def _is_news(self, name: str, stamp: Stamp | None) -> bool:
         return not stamp or name not in self._seen or self._seen[name][0] != stamp

@@ -108,6 +108,7 @@ def _check_token_options(
 ) -> None:
     named = {
         "logit_bias": tuple(options.logit_bias),
+        "stop_token_ids": options.stop_token_ids,
         "published_tokens": tuple(token.token for token in options.published_tokens),
         "initial_pending_token": (options.initial_pending_token or 0,),
     }

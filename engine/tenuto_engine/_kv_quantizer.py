@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from tenuto_engine._cache_kinds import CACHE_LIST, entry
 from tenuto_engine._cache_tree import children, kind_name, parts
 from tenuto_engine._errors import ResumeMismatch, UnsupportedScheme
-from tenuto_engine._kv_scheme import KVScheme, LayerQuantization
+from tenuto_engine._kv_scheme import GROUP_SIZES, KVScheme, LayerQuantization
 from tenuto_engine._quantized_ring import QuantizedRotatingKVCache
 
 # Positions of a cache: of these there may be any number.
@@ -178,9 +178,14 @@ def _check_layer(scheme: KVScheme, layer: int, cache: Any, how: LayerQuantizatio
                 raise _refused(
                     scheme,
                     f"the {name} of layer {layer} have a head dimension of {width}, "
-                    f"no multiple of the group size {how.group_size}",
+                    f"no multiple of the group size {how.group_size}{_another(width)}",
                 )
     return bool(leaves)
+
+
+def _another(width: int) -> str:
+    smaller = [size for size in GROUP_SIZES if width % size == 0]
+    return f"; {max(smaller)} would do" if smaller else ""
 
 
 def _buffers(cache: Any) -> Iterator[mx.array]:

@@ -87,6 +87,11 @@ async def test_what_cannot_fit_the_context_is_refused(client: Client, worker: Ra
     with pytest.raises(InvalidRequest, match="no token of m") as caught:
         await client.submit("m", [1, 50], max_tokens=1)
     assert caught.value.field == "prompt[1]"
+    for field, value in (("logit_bias", {49: 1.0, 50: 1.0}), ("stop_token_ids", [49, 50])):
+        wrong: Any = {field: value}
+        with pytest.raises(InvalidRequest, match="50 is no token of m") as caught:
+            await client.submit("m", "hi", max_tokens=1, **wrong)
+        assert caught.value.field == field
 
 
 async def test_an_idempotency_key_gives_the_same_job_for_the_same_body(

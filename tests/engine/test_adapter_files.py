@@ -191,6 +191,16 @@ def test_the_adapter_of_a_model_of_another_shape_is_refused(
         assert "was it trained on another model?" in refusal(lora, looked, name)
 
 
+def test_a_folder_with_a_name_that_no_adapter_can_have_is_told(
+    looked: AdapterFolder, folder: Path, model_folders: dict[Kind, Path]
+) -> None:
+    (folder / "poet").rename(folder / "the poet")
+    (folder / ".hidden").mkdir()
+    found = looked.look()
+    assert "its name must be 1 to 64 letters" in found["the poet"].problem
+    assert ".hidden" not in found
+
+
 # -- damage ----------------------------------------------------------------------------
 
 

@@ -80,6 +80,7 @@ def test_add_checks_ids_too(llama: Engine) -> None:
     ("field", "options"),
     [
         ("logit_bias", {"logit_bias": {413: 1.0}}),
+        ("stop_token_ids", {"stop_token_ids": (2, 413)}),
         ("original_prompt_tokens", {"original_prompt_tokens": 2}),
     ],
 )
