@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine_runs import PROMPT, Run, run
+from engine_runs import PROMPT, Run, engine_in_memory, run
 from tenuto_engine import Engine, InvalidOption
 
 LoadEngine = Callable[..., Engine]
@@ -55,10 +55,11 @@ def test_stop_token_ids_wait_as_well_and_an_ignored_end_token_may_come(llama: En
     assert not set(first) & set(made.ids[:6])
 
 
-def test_a_stop_token_beyond_the_vocabulary_does_no_harm(llama: Engine) -> None:
-    plain = run(llama, encode(llama), max_tokens=8, ignore_eos=True)
-    asked: dict[str, Any] = {"min_tokens": 8, "max_tokens": 8, "ignore_eos": True}
-    assert run(llama, encode(llama), stop_token_ids=(10**9,), **asked) == plain
+def test_an_end_token_beyond_the_vocabulary_does_no_harm(llama: Engine) -> None:
+    plain = engine_in_memory(llama, "llama", ends=frozenset((93,)))
+    more = engine_in_memory(llama, "llama", ends=frozenset((93, 10**9)))
+    asked: dict[str, Any] = {"min_tokens": 8, "max_tokens": 8}
+    assert run(more, [40, 41, 42], **asked) == run(plain, [40, 41, 42], **asked)
 
 
 def test_likeliest_tokens_are_those_that_can_be_drawn(llama: Engine) -> None:
