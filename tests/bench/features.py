@@ -108,7 +108,7 @@ FEATURES: Final[Mapping[str, Feature]] = {
         {"repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1}
     ),
     "logit_bias of 100": Feature({"logit_bias": dict.fromkeys(range(100), -1.0)}),
-    "min_tokens": Feature({"min_tokens": 100_000, "ignore_eos": False}),
+    "min_tokens": Feature({"min_tokens": 5000, "ignore_eos": False}),
     "logprobs=20": Feature({"logprobs": 20}),
     "16 stop strings": Feature({"stop": _STOPS}, same_bits=True),
     "grammar: a regex": Feature({"grammar": {"regex": "[a-zA-Z ,.]+"}, "ignore_eos": False}),
@@ -190,6 +190,10 @@ class Bench:
             self.loaded, slots=2, chunk_size=default_chunk(), prefix_cache=self._prefixes, **how
         )
 
+    def _most(self, prompt: int) -> int:
+        """So many tokens that no row ends by itself."""
+        return min((self.loaded.context_length or 2**17) - prompt, 2**16)
+
     def round(self, tokens: int) -> dict[str, tuple[float, bool]]:
         """Tokens a second of each feature, and whether its bits were those of the plain row."""
         rows: dict[str, Row] = {}
@@ -197,7 +201,7 @@ class Bench:
             for name, engine in self.engines.items():
                 feature = FEATURES[name]
                 options: dict[str, Any] = {"ignore_eos": True, "seed": 1}
-                options |= {"max_tokens": 100_000, **feature.options}
+                options |= {"max_tokens": self._most(len(self._prompt)), **feature.options}
                 options |= feature.callbacks(Path(folder) / name.replace(" ", "-"))
                 rows[name] = Row(engine, self._prompt, options)
             for _ in range(tokens):
@@ -214,12 +218,13 @@ class Bench:
     def beside_a_long_prompt(self, tokens: int) -> tuple[float, float]:
         """Tokens a second of a plain row alone, and while another reads a prompt."""
         engine = self._engine(FEATURES["plain"])
-        options: dict[str, Any] = {"ignore_eos": True, "max_tokens": 100_000}
+        chunk = engine.geometry.chunk_size
+        most = self._most(max(len(self._prompt), 8 * chunk))
+        options: dict[str, Any] = {"ignore_eos": True, "max_tokens": most}
         row = Row(engine, self._prompt, options)
         for _ in range(tokens):
             row.step()
         alone = row.speed
-        chunk = engine.geometry.chunk_size
         prompt = [3 + place % 50 for place in range(8 * chunk)]
         reading = engine.add(prompt, GenerationOptions(**options, prefix=Prefix()))
         talking = row._sequence
