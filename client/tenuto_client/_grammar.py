@@ -7,15 +7,19 @@ large, and the order of a schema's properties is that of the output.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
 from . import _checks as check
+from ._deep_stack import on_deep_stack
 from ._errors import InvalidRequest
 
 GRAMMAR_KINDS: Final = ("json_schema", "regex", "lark")
 MAX_GRAMMAR_BYTES: Final = 256 * 1024
 _LONGEST_MESSAGE: Final = 1000
+_RULE_HEAD: Final = re.compile(r"(?m)(?:^|\{)[ \t]*[?!]?(?P<name>[a-z_]\w*)(?:\.-?\d+)?[ \t]*\[")
+_CAPTURE: Final = re.compile(r'\[[ \t]*capture[ \t]*(?:=[ \t]*"[^"\n]*"[ \t]*)?\]')
 
 
 def check_grammar(name: str, value: object) -> dict[str, Any]:
@@ -118,13 +122,25 @@ def _problem(name: str, kind: str, content: Any) -> str:
             "cannot be checked here: llguidance is not installed",
             hint="pip install 'tenuto-client[grammar]'",
         ) from None
+    if kind == "lark" and (problem := _attributes_of(content)):
+        return problem
     if kind == "regex":
         form = LLMatcher.grammar_from_regex(content)
     else:
         part = {"json_schema" if kind == "json_schema" else "lark_grammar": content}
         form = json.dumps({"grammars": [part]})
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(form)
+    # Long chains of rules recurse.
+    is_error, messages = on_deep_stack(lambda: LLMatcher.validate_grammar_with_warnings(form))
     if not is_error:
         return ""
     message = "\n".join(messages).strip()
     return message if len(message) <= _LONGEST_MESSAGE else f"{message[:_LONGEST_MESSAGE]}..."
+
+
+def _attributes_of(lark: str) -> str:
+    """Attributes of rules that workers cannot keep over a resume, as the engine's `attributes_of`
+    says; "" for none."""
+    for head in _RULE_HEAD.finditer(lark):
+        if not _CAPTURE.match(lark, head.end() - 1):
+            return f"the rule {head['name']} has attributes in brackets, which are not supported"
+    return ""

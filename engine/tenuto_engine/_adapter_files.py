@@ -129,9 +129,16 @@ def unknown_adapter(folder: Path, name: str) -> InvalidOption:
     return InvalidOption("adapter", known, hint=hint)
 
 
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
 def adapter_stamp(folder: Path, name: str) -> Stamp | None:
     """Of an adapter's files as they are now; None where there is no such adapter."""
-    if not ADAPTER_NAME.fullmatch(name) or not (folder / name).is_dir():
+    if not ADAPTER_NAME.fullmatch(name) or not _is_folder(folder / name):
         return None
     try:
         return tuple(_stamp((folder / name / file).stat()) for file in (CONFIG, WEIGHTS))
@@ -159,7 +166,7 @@ def look_at_adapter(folder: Path, name: str, remembered: Remembered) -> AdapterF
 
 
 def _read(folder: Path, name: str, remembered: Remembered | None) -> AdapterFiles:
-    if not ADAPTER_NAME.fullmatch(name) or not (folder / name).is_dir():
+    if not ADAPTER_NAME.fullmatch(name) or not _is_folder(folder / name):
         raise unknown_adapter(folder, name)
     try:
         with _open(folder, name, CONFIG) as config, _open(folder, name, WEIGHTS) as weights:

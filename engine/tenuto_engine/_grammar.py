@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from tenuto_engine._deep_stack import on_deep_stack
 from tenuto_engine._errors import GenerationFailed, InvalidOption, ResumeMismatch
 from tenuto_engine._token import Token
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 _LONGEST_REASON: Final = 400
 _LIMITS: Final = ("ParserTooComplex", "LexerTooComplex")
+_RULE_HEAD: Final = re.compile(r"(?m)(?:^|\{)[ \t]*[?!]?(?P<name>[a-z_]\w*)(?:\.-?\d+)?[ \t]*\[")
+_CAPTURE: Final = re.compile(r'\[[ \t]*capture[ \t]*(?:=[ \t]*"[^"\n]*"[ \t]*)?\]')
 _LONG_QUOTE: Final = re.compile(r'"[^"]{12,}"')
 
 
@@ -37,6 +40,8 @@ class Grammar:
         vocabulary: the tokenizer that it was compiled for.
         vocab_size: ids from here on are none of the model's.
         ends: the ids with which the model ends.
+        is_spoiled: llguidance failed in one of its states. All of them share a lexer, which is of
+            no use to others then: it is compiled anew for the next one.
     """
 
     def __init__(
@@ -55,14 +60,24 @@ class Grammar:
         self.ends = sorted(ends)
         # Its verbose errors repeat the grammar and the text so far, and errors are logged.
         limits = LLParserLimits(verbose_errors=False)
-        self._start = LLMatcher(vocabulary, _llguidance_form(source), log_level=0, limits=limits)
+        (kind,) = source
+        if problem := attributes_of(source):
+            raise InvalidOption("grammar", f"{kind}: {problem}")
+        form = _llguidance_form(source)
+        # Long chains of rules recurse.
+        self._start = on_deep_stack(lambda: LLMatcher(vocabulary, form, log_level=0, limits=limits))
         if self._start.is_error():
-            (kind,) = source
             raise InvalidOption("grammar", f"{kind}: {_reason(self._start.get_error())}")
+        self.is_spoiled = False
+        try:
+            self.begin().allowed([], 0, vocab_size)
+        except GenerationFailed as error:
+            problem = str(error).removeprefix("grammar: ")
+            raise InvalidOption("grammar", f"{kind}: nothing can begin: {problem}") from error
 
     def begin(self) -> GrammarState:
         """Where a generation stands before its first token."""
-        return GrammarState(self._start.deep_copy(), self.vocab_size, self.ends)
+        return GrammarState(self, self._start.deep_copy())
 
 
 class GrammarState:
@@ -73,10 +88,9 @@ class GrammarState:
     its forward, where that takes forced tokens along.
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, ends: Ids[int]) -> None:
+    def __init__(self, grammar: Grammar, matcher: LLMatcher) -> None:
+        self._grammar = grammar
         self._matcher = matcher
-        self._ends = ends
-        self._vocab_size = vocab_size
         self._matched = 0
 
     def allowed(self, tokens: Ids[Token], count: int, width: int) -> NDArray[np.bool_]:
@@ -98,7 +112,7 @@ class GrammarState:
         allowed[: known.size] = known
         if not self._matcher.is_accepting():
             # Where a tokenizer has an end token as ordinary text, it fits into any string.
-            allowed[[token for token in self._ends if token < width]] = False
+            allowed[[token for token in self._grammar.ends if token < width]] = False
         if not allowed.any():
             raise GenerationFailed(f"grammar: no token of the model may follow token {count}")
         return allowed
@@ -116,7 +130,7 @@ class GrammarState:
         if not found:
             return found
         # Some tokenizers have ids that their models lack.
-        beyond = (place for place, each in enumerate(found) if each >= self._vocab_size)
+        beyond = (place for place, each in enumerate(found) if each >= self._grammar.vocab_size)
         found = found[: next(beyond, len(found))]
         # What it says has to follow, it may not accept: an end, in some grammars.
         return found[: self._matcher.deep_copy().try_consume_tokens(found)]
@@ -141,8 +155,21 @@ class GrammarState:
         """Raise if a limit was hit: what it gives from then on is an end, wherever it stands."""
         stop = self._matcher.stop_reason()
         if self._matcher.is_error() or stop in _LIMITS:
+            self._grammar.is_spoiled = True
             reason = _reason(self._matcher.get_error() or stop)
             raise GenerationFailed(f"grammar: {reason}, after token {self._matched}")
+
+
+def attributes_of(source: Mapping[str, Any]) -> str:
+    """Which attributes of rules a Lark grammar has that cannot be kept over a resume; "" for none.
+
+    With them llguidance's state depends on more than the tokens matched, or it gives up midway.
+    """
+    text = source.get("lark", "")
+    for head in _RULE_HEAD.finditer(text):
+        if not _CAPTURE.match(text, head.end() - 1):
+            return f"the rule {head['name']} has attributes in brackets, which are not supported"
+    return ""
 
 
 def _llguidance_form(source: Mapping[str, Any]) -> str:

@@ -38,7 +38,7 @@ class Grammars:
             InvalidOption: it cannot be compiled, or the model's tokenizer cannot be used with one.
         """
         if isinstance(source, Grammar):
-            if source.vocabulary is self._vocabulary:
+            if source.vocabulary is self._vocabulary and not source.is_spoiled:
                 return source
             source = source.source
         source = checked_grammar(source)
@@ -46,7 +46,7 @@ class Grammars:
         key = json.dumps(source)
         with self._lock:
             found = self._kept.get(key)
-            if found is None:
+            if found is None or found.is_spoiled:
                 found = self._kept[key] = self._compiled(source)
             self._kept.move_to_end(key)
             if len(self._kept) > _KEPT:

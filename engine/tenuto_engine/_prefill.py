@@ -65,7 +65,8 @@ def _forward(model: Forward, row: Row, end: int) -> mx.array:
 
 
 class PrefillTurn:
-    """Shares a device among the engines that one thread steps in turns, each as often as any other.
+    """Shares a device among the engines that one thread steps in turns, each as often as any other:
+    one that has a prompt to read, and is not stepped, keeps the others waiting.
 
     After a chunk of one row, the rows that decode do so at least as long, whoever's they are. Of
     engines that read prompts each reads a chunk in turn.

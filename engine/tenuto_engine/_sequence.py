@@ -121,7 +121,7 @@ class Drawn(NamedTuple):
         return cls(token, 0.0, (), jumped=True)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Sequence:
     """One generation, as its caller sees it. Made by ``Engine.add``.
 

@@ -61,7 +61,9 @@ class Stepper:
         WIRED_LIMIT.begin(self, self._weight_bytes)
 
     def end(self, sequence: Sequence, state: SequenceState) -> None:
-        """Free the row of a sequence, which ends in `state`."""
+        """Free the row of a sequence, which ends in `state`; harmless after another end."""
+        if self.slots.find(sequence) is None:
+            return  # a callback closed it
         sequence.state = state
         self.slots.vacate(sequence)
         if not self.slots.rows:

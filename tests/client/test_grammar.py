@@ -163,6 +163,30 @@ def test_without_llguidance_a_grammar_is_refused_with_what_to_install(
     make_request("m", "hi", {})
 
 
+@pytest.mark.parametrize("attributes", ["max_tokens=3", "lazy", 'stop="]"', "capture, lazy"])
+def test_attributes_of_rules_are_refused(attributes: str, with_llguidance: None) -> None:
+    lark = f"start: x\nx[{attributes}]: /a+/"
+    with pytest.raises(InvalidRequest, match="lark: the rule x has attributes in brackets"):
+        make_request("m", "hi", {"grammar": {"lark": lark}})
+    make_request("m", "hi", {"grammar": {"lark": 'start: x\nx[capture="q"]: /a[x]+/'}})
+
+
+def test_a_grammar_of_long_chains_ends_no_process(with_llguidance: None) -> None:
+    code = """
+from tenuto_client import InvalidRequest
+from tenuto_client._spec import make_request
+defs = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(4000)}
+schema = {"$defs": defs | {"d4000": {"type": "string"}}, "$ref": "#/$defs/d0"}
+try:
+    make_request("m", "hi", {"grammar": {"json_schema": schema}})
+except InvalidRequest as error:
+    print(error)
+print("alive")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.stdout.endswith("alive\n"), done.stderr[-500:]
+
+
 def test_the_client_imports_llguidance_for_no_other_job() -> None:
     code = (
         "import sys, tenuto_client; from tenuto_client._spec import make_request;"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +32,7 @@ from tenuto_engine import (
     Engine,
     GenerationFailed,
     GenerationOptions,
+    InvalidOption,
     ResumeMismatch,
     SequenceState,
     Token,
@@ -426,3 +429,61 @@ def test_an_end_token_that_is_ordinary_text_too_ends_only_a_whole_text(llama: En
         assert made.finish_reason == "stop"
         assert len(made.text) == 12
         assert made.ids.index(93) == 12
+
+
+# -- what llguidance does that a resume cannot repeat --------------------------------------
+
+DEEP = """
+import sys
+from tenuto_engine import Engine, InvalidOption
+engine = Engine.load(sys.argv[1])
+defs = {f"d{i}": {"allOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for i in range(4000)}
+defs["d4000"] = {"type": "string", "maxLength": 3}
+try:
+    engine.compile_grammar({"json_schema": {"$defs": defs, "$ref": "#/$defs/d0"}})
+except InvalidOption as error:
+    print(error)
+print("alive")
+"""
+
+
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        *("max_tokens=3", "lazy", 'stop="b"', 'suffix="b"', "temperature=0.5"),
+        *("capture, lazy", 'stop="]"', "stop=/]/, capture"),
+    ],
+)
+def test_attributes_of_rules_are_refused_but_for_captures(llama: Engine, attributes: str) -> None:
+    with pytest.raises(InvalidOption, match="lark: the rule x has attributes in brackets"):
+        llama.compile_grammar({"lark": f"start: x\n x[{attributes}]: /a+/"})
+    for kept in ("[capture]", ' [ capture = "q" ]', ""):
+        llama.compile_grammar({"lark": f"start: x\n?x{kept}: /a[x]+/\n  | y [y] /b/\ny: /c/"})
+
+
+def test_a_grammar_of_long_chains_ends_no_process(tmp_path: Path) -> None:
+    folder = build_tiny_model(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", DEEP, str(folder)], capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout.endswith("alive\n"), done.stderr[-500:]
+
+
+@pytest.mark.parametrize("lark", [r"start: /[^\s\S]/", 'start: a\na: a "x"'])
+def test_a_grammar_that_allows_nothing_is_refused(llama: Engine, lark: str) -> None:
+    with pytest.raises(InvalidOption, match="grammar: lark: nothing can begin"):
+        llama.compile_grammar({"lark": lark})
+
+
+def test_a_grammar_in_which_a_limit_was_hit_is_compiled_anew(llama: Engine) -> None:
+    """Its copies share a lexer: what one has used up, or broken, another has not got."""
+    source = GRAMMARS["regex"]
+    first = llama.compile_grammar(source)
+    assert llama.compile_grammar(source) is first
+    state = first.begin()
+    state._matcher.try_consume_tokens([10**6])
+    with pytest.raises(GenerationFailed):
+        state.allowed([], 0, llama.vocab_size)
+    again = llama.compile_grammar(source)
+    assert again is not first
+    assert llama.compile_grammar(first) is again

@@ -111,6 +111,21 @@ def test_a_row_that_raises_fails_alone(load_engine: LoadEngine, pipelined: bool)
     assert engine.checkpoint(broken) is None
 
 
+def test_a_callback_that_closes_its_row_harms_nobody(load_engine: LoadEngine) -> None:
+    engine = load_engine("llama", slots=2)
+    closing: list[Sequence] = []
+    options = GenerationOptions(
+        **OPTIONS, on_decode_checkpoint=lambda live: engine.close(closing[0])
+    )
+    closing.append(engine.add(encode(engine), options))
+    other = engine.add(encode(engine), GenerationOptions(**OPTIONS))
+    while not other.state.is_end:
+        engine.step()
+    assert closing[0].state.is_end
+    assert other.error is None
+    assert "prompt" not in repr(closing[0])
+
+
 def test_a_failed_generation_raises_with_its_cause(llama: Engine) -> None:
     generation = llama.generate(encode(llama), GenerationOptions(**OPTIONS))
     break_row(llama, generation.sequence, after=4)

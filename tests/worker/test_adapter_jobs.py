@@ -273,6 +273,45 @@ def test_one_that_is_damaged_between_claim_and_start_fails_its_job_alone(
     assert jobs.state(good) == "completed"
 
 
+def test_a_job_that_has_begun_waits_while_its_adapter_is_damaged(
+    jobs: JobQueue, start: Start, adapters: Path
+) -> None:
+    worker = start()
+    job, whole = (jobs.submit(adapter="poet", max_tokens=20) for _ in range(2))
+    assert worker.claim()
+    worker.decode(5)
+    worker.publish()
+    worker.save()
+    jobs.scripts.take_back(job, "host-dir-0")
+    weights = adapters / "poet" / "adapters.safetensors"
+    kept = weights.read_bytes()
+    other = start(name="host-dir-1")
+    weights.write_bytes(kept[:-4])
+    assert other.claim()
+    other.publish()
+    assert jobs.state(job) == "queued"
+    assert not other.claim(), "it is not offered any more"
+    weights.write_bytes(kept)
+    other.rooms.pool.look_at_adapters(MODEL)
+    assert other.claim()
+    assert other.claim()
+    other.finish()
+    assert jobs.tokens(job) == jobs.tokens(whole)
+    assert end_of(jobs, job).exactness == "exact"
+
+
+def test_a_job_whose_hash_has_another_adapter_than_its_spec_fails_by_name(
+    jobs: JobQueue, start: Start
+) -> None:
+    worker = start()
+    job = jobs.submit(adapter="poet", max_tokens=4)
+    jobs.client.hdel(jobs.keys.job(job), "adapter")
+    assert worker.claim()
+    worker.publish()
+    assert jobs.state(job) == "failed"
+    assert "adapter: the job's hash has another one" in (end_of(jobs, job).error or "")
+
+
 def test_one_that_does_not_fit_is_told_once_and_not_offered(
     jobs: JobQueue,
     start: Start,

@@ -278,15 +278,19 @@ class Preparer:
 
         Raises:
             NoAdapter: it has gone since the claim.
-            UnsupportedAdapter: it is damaged.
+            UnsupportedAdapter: it is damaged, and the job has not begun.
         """
         from tenuto_engine import InvalidOption, UnsupportedAdapter
 
+        if run.claim.record.get("adapter") != name.encode():
+            # By the hash any worker may claim it.
+            raise BadJob("adapter: the job's hash has another one than its spec")
         try:
             return engine.load_adapter(name)
-        except UnsupportedAdapter:
-            raise
         except InvalidOption as error:
+            # Of a job that has begun they may just be on their way to another state.
+            if isinstance(error, UnsupportedAdapter) and not run.claim.tokens:
+                raise
             self._adapter_gone(run.model)
             raise NoAdapter(str(error)) from error
 
