@@ -4,7 +4,8 @@
         [--model smollm2|tiny|HIDDENxLAYERS|FOLDER] [--only compiled,logprobs]
 
 Rows of one loaded model, one with each feature and a plain one, at the same context, take turns of
-one decoded token, so that whatever else the machine does slows all alike. *ratio* is the speed with
+eight steps, so that whatever else the machine does slows all alike. A turn ends when the device has
+done all that was dispatched in it, or it would be the next row's time. *ratio* is the speed with
 the feature by that of the plain row in the same round; the median over the rounds counts, with its
 lower bound at 95 % (bootstrap). *bits* says whether its tokens and logprobs were those of the plain
 row, where they should be. *beside a long prompt* is the rate of a plain row while another one reads
@@ -49,6 +50,8 @@ REPORT = HERE.parents[1] / "BENCHMARKS.md"
 MARK = "<!-- features: rows are written by `make bench-features ARGS=--write` -->"
 COLUMNS = ("model", "context", "feature", "rounds x tokens", "tokens/s", "ratio", "bits")
 WARM_UP = 4
+TURN = 8
+"""Steps; so many that a pipelined row is, but for the last of them."""
 READING: Final = "beside a long prompt"
 _WARM: Final = {"temperature": 0.8}
 _ADAPTER: Final = "bench"
@@ -140,12 +143,13 @@ class Row:
         self._had = len(self._sequence.tokens)
         self.seconds = 0.0
 
-    def step(self) -> None:
-        """One step, if it has not ended."""
-        if self._sequence.state.is_end:
-            return
+    def step(self, steps: int) -> None:
+        """So many steps, or until it ends."""
         began = time.perf_counter()
-        self._engine.step()
+        for _ in range(steps):
+            if not self._sequence.state.is_end:
+                self._engine.step()
+        mx.synchronize()
         self.seconds += time.perf_counter() - began
 
     @property
@@ -204,9 +208,9 @@ class Bench:
                 options |= {"max_tokens": self._most(len(self._prompt)), **feature.options}
                 options |= feature.callbacks(Path(folder) / name.replace(" ", "-"))
                 rows[name] = Row(engine, self._prompt, options)
-            for _ in range(tokens):
+            for done in range(0, tokens, TURN):
                 for row in rows.values():
-                    row.step()
+                    row.step(min(TURN, tokens - done))
             plain = rows["plain"].told
             found = {
                 name: (row.speed, row.told == plain[: len(row.told)]) for name, row in rows.items()
@@ -222,8 +226,7 @@ class Bench:
         most = self._most(max(len(self._prompt), 8 * chunk))
         options: dict[str, Any] = {"ignore_eos": True, "max_tokens": most}
         row = Row(engine, self._prompt, options)
-        for _ in range(tokens):
-            row.step()
+        row.step(tokens)
         alone = row.speed
         prompt = [3 + place % 50 for place in range(8 * chunk)]
         reading = engine.add(prompt, GenerationOptions(**options, prefix=Prefix()))
