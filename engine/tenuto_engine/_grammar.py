@@ -39,7 +39,8 @@ class Grammar:
         source: what it was compiled from, one of ``json_schema``, ``regex`` and ``lark``.
         vocabulary: the tokenizer that it was compiled for.
         vocab_size: ids from here on are none of the model's.
-        ends: the ids with which the model ends.
+        textual_ends: the ids with which the model ends, and which its tokenizer has as ordinary
+            text. They end a text only where it is complete.
         is_spoiled: llguidance failed in one of its states. All of them share a lexer, which is of
             no use to others then: it is compiled anew for the next one.
     """
@@ -57,7 +58,8 @@ class Grammar:
         self.source = source
         self.vocabulary = vocabulary
         self.vocab_size = vocab_size
-        self.ends = sorted(ends)
+        # Ordinary text fits into any string; a special token comes where the grammar has it.
+        self.textual_ends = [each for each in sorted(ends) if not vocabulary.is_special_token(each)]
         # Its verbose errors repeat the grammar and the text so far, and errors are logged.
         limits = LLParserLimits(verbose_errors=False)
         (kind,) = source
@@ -111,8 +113,7 @@ class GrammarState:
         known = np.unpackbits(packed, bitorder="little")[:width]
         allowed[: known.size] = known
         if not self._matcher.is_accepting():
-            # Where a tokenizer has an end token as ordinary text, it fits into any string.
-            allowed[[token for token in self._grammar.ends if token < width]] = False
+            allowed[[token for token in self._grammar.textual_ends if token < width]] = False
         if not allowed.any():
             raise GenerationFailed(f"grammar: no token of the model may follow token {count}")
         return allowed

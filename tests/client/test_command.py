@@ -634,13 +634,13 @@ def test_a_job_that_began_says_that_it_waits_for_its_own_geometry_and_checkpoint
     attempt = worker.claim()
     attempt.publish(1, 2)
     attempt.call("release", 0, "drain", "")
-    said = "waits up to 30 s (--exact-wait of the workers) for a worker of its own geometry"
+    said = "waits for a worker of its own geometry and checkpoints, for as long as --exact-wait"
     assert said in fields_of(tenuto, job_id)["now"]
     found = {line["subject"]: line for line in lines(tenuto("doctor", "--json"))}
     assert found["queue"]["level"] == "ok"
     assert found["queue"]["says"] == (
-        "m: 1 job waits, 1 of them up to 30 s (--exact-wait) for a worker of its own "
-        "geometry and checkpoints"
+        "m: 1 job waits, 1 of them for a worker of its own geometry and checkpoints, for as long "
+        "as --exact-wait says (30 s by default)"
     )
     raw.hset(keys.job(job_id), "queued_at", "0")
     assert said not in fields_of(tenuto, job_id)["now"]

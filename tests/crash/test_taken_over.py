@@ -34,7 +34,7 @@ def test_what_a_dead_neighbour_had_goes_on_exactly_without_waiting_for_its_lease
         assert two.lines("job taken back")
         taken = prepared([two])[half:]
         # How far each had come is the machine's affair: one may have ended, one not have begun.
-        assert 0 < len(taken) <= half
+        assert 0 < len({line["job"] for line in taken}) <= half
         assert any(line["published"] for line in taken)
         # It shares the data dir, so what the dead one saved is of use.
         assert any(line["cached_tokens"] for line in taken)
