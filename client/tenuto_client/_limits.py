@@ -7,7 +7,7 @@ step that accepts a job. What workers announce of themselves is checked here.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final, cast
 
 from . import _checks as check
@@ -198,15 +198,20 @@ def _check_context(spec: JobSpec, model: ModelInfo, least: int) -> None:
 
 
 def _check_tokens(spec: JobSpec, model: ModelInfo) -> None:
-    if model.vocab_size is None:
+    size = model.vocab_size
+    if size is None:
         return
     prompt = cast(tuple[int, ...], spec.prompt) if spec.has_token_ids else ()
-    named = [(f"prompt[{place}]", token) for place, token in enumerate(prompt)]
-    named += [("logit_bias", token) for token in spec.logit_bias]
-    named += [("stop_token_ids", token) for token in spec.stop_token_ids]
-    for name, token in named:
-        if token >= model.vocab_size:
-            raise InvalidRequest(
-                name, f"{token} is no token of {spec.model}",
-                hint=f"its vocabulary has {model.vocab_size}",
-            )  # fmt: skip
+    given: Mapping[str, Iterable[int]] = {
+        "prompt": prompt,
+        "logit_bias": spec.logit_bias,
+        "stop_token_ids": spec.stop_token_ids,
+    }
+    for name, tokens in given.items():
+        for place, token in enumerate(tokens):
+            if token >= size:
+                raise InvalidRequest(
+                    f"prompt[{place}]" if name == "prompt" else name,
+                    f"{token} is no token of {spec.model}",
+                    hint=f"its vocabulary has {size}",
+                )
